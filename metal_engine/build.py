@@ -18,13 +18,14 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
-from metal_engine.image_input import add_image_input, warn_of_refusal, with_largest_image
+from metal_engine.image_input import add_image_input, find_vision, warn_of_refusal, with_largest_image
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
 from metal_engine.lora.files import open_adapter
 from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.opening import cannot_run, open_model
 from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import TEXT_ONLY
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.resolve import check_kv_cache, expected_sizes, resolve_config
 from metal_engine.settings.speculative import speculative_config
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from metal_engine.device.blas.load import BlasInfo
     from metal_engine.distributed.ranks import Ranks
     from metal_engine.models.paged_model import PagedModel
-    from metal_engine.settings.config import DeviceInfo, EngineConfig
+    from metal_engine.settings.config import DeviceInfo, EngineConfig, VisionConfig
 
 logger = logging.getLogger(__name__)
 
@@ -106,14 +107,22 @@ def _build(
         mx.random.seed(args.seed)
         access.check_fits(facts.weight_bytes + kv_bytes)
 
+    place = Path()
+    vision: VisionConfig | str = TEXT_ONLY
+
     def claim(facts: CheckpointRequirements) -> None:
-        warn_of_refusal(args.model, image_refusal(facts.config, args))
+        nonlocal vision
+        vision = find_vision(args, place, facts, before)
+        if isinstance(vision, str):
+            warn_of_refusal(args.model, vision)
         if access is WHOLE_DEVICE:
             return
         _claim_for_loading(access, args, facts, before)
         check_memory(facts, args, device_info(blas))  # after other models have been unloaded
 
     def look(path: Path) -> None:
+        nonlocal place
+        place = path
         ranks.same_files(path)
         check_head(args, head_place or path)
 
@@ -123,7 +132,7 @@ def _build(
     loaded = loader.load(args, before, check, claim, check_tokenizer, divide=divide, look=look)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
-    return _assemble(args, access, blas, choice, loaded, head_place, transfer, ranks, earlier)
+    return _assemble(args, access, blas, choice, loaded, head_place, vision, transfer, ranks, earlier)
 
 
 def _assemble(
@@ -133,6 +142,7 @@ def _assemble(
     choice: BackendChoice,
     loaded: LoadedModel,
     head_place: Path | None,
+    vision: VisionConfig | str,
     transfer: KVTransferConfig | None,
     ranks: Ranks,
     earlier: EngineConfig | None,
@@ -141,6 +151,7 @@ def _assemble(
 
     Args:
         head_place: file or folder of the draft head, if it is not among the model's files.
+        vision: processing of images, or the reason to refuse images.
     """
     from metal_engine.device.info import device_info
     from metal_engine.runner.dispatch import choose_dispatch
@@ -150,8 +161,7 @@ def _assemble(
 
     began = time.monotonic()
     opened = open_model(args, loaded, choice, ranks, is_checked=earlier is not None)
-    unlimited = access.unlimited(device_info(blas))
-    info = add_image_input(args, loaded, opened, unlimited, is_checked=earlier is not None)
+    info = add_image_input(args, loaded, opened, vision, is_checked=earlier is not None)
     opened = replace(opened, info=info)
     paged = opened.paged
     adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None

@@ -15,14 +15,20 @@ from metal_engine.settings.config import TEXT_ONLY
 from metal_engine.settings.resolve import too_small_for_images
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from metal_engine.attention.choice import ChosenAttention
     from metal_engine.checkpoints.loader import LoadedModel
+    from metal_engine.checkpoints.requirements import CheckpointRequirements
     from metal_engine.models.multimodal.encoder import ImageEncoder
     from metal_engine.opening import OpenedModel
     from metal_engine.settings.args import EngineArgs
-    from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo
+    from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo, VisionConfig
 
 logger = logging.getLogger(__name__)
+
+# Width and height in pixels of an image of the smallest number of tokens.
+_SMALL_SIZE = (64, 64)
 
 
 @dataclass(frozen=True)
@@ -33,54 +39,72 @@ class _Sizes:
     feature_bytes: int
 
 
-def warn_of_refusal(name: str, refusal: str | None) -> None:
+def warn_of_refusal(name: str, refusal: str) -> None:
     """Log the reason why a model with an image encoder refuses images; nothing for other models."""
-    if refusal not in (None, TEXT_ONLY):
+    if refusal != TEXT_ONLY:
         logger.warning("%s serves text, and refuses images: %s", name, refusal)
 
 
+def find_vision(
+    args: EngineArgs, folder: Path, facts: CheckpointRequirements, device: DeviceInfo
+) -> VisionConfig | str:
+    """Return the processing of images for a model, or the reason to refuse images, before the weights are read.
+
+    Args:
+        folder: directory of the checkpoint, or a GGUF file.
+
+    Raises:
+        ConfigError: the settings conflict, or no image has as few tokens as ``--max-num-encoder-tokens``.
+    """
+    from metal_engine.models.info import expected_model_info
+
+    refusal = image_refusal(facts.config, args)
+    if refusal is not None:
+        return refusal
+    try:
+        vision = read_vision(folder, json.loads(args.mm_processor_kwargs or "{}"))
+        smallest = find_family(vision, 1)
+        vision = replace(vision, least_image_tokens=smallest.num_tokens(smallest.grid(*_SMALL_SIZE)))
+    except ModelLoadError as error:
+        return f"its image processor cannot be used: {error}"
+    except Exception as error:  # the configuration is the checkpoint's
+        logger.debug("reading the image processor of %s", args.model, exc_info=error)
+        return f"its image processor cannot be used: {type(error).__name__}: {one_line(error)}"
+    info = expected_model_info(args.model, facts, args.kv_cache_dtype) if vision.sees_itself else None
+    return too_small_for_images(args, vision, info, device) or vision
+
+
 def add_image_input(
-    args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, device: DeviceInfo, *, is_checked: bool = False
+    args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, vision: VisionConfig | str, *, is_checked: bool = False
 ) -> ModelInfo:
     """Load the image encoder of a model, and check that images reach the model correctly.
 
-    If that fails, the model serves text, and one line is logged. Reasons that :func:`image_refusal` finds are logged
-    before the weights are read.
+    If that fails, the model serves text, and one line is logged.
 
     Args:
+        vision: result of :func:`find_vision`.
         is_checked: True if an earlier process has checked the same model.
 
     Returns:
         Facts about the model, with the encoder, or with the reason why images are refused.
     """
-    refusal, vision = image_refusal(loaded.config, args), None
-    if refusal is not None:
-        return replace(opened.info, image_refusal=refusal)
+    if isinstance(vision, str):
+        return replace(opened.info, image_refusal=vision)
     try:
-        vision = read_vision(loaded.path, json.loads(args.mm_processor_kwargs or "{}"))
-    except ModelLoadError as error:
-        refusal = f"its image processor cannot be used: {error}"
-    else:
-        vision = replace(vision, least_image_tokens=find_family(vision, 1).most_tokens)
-        refusal = too_small_for_images(args, replace(opened.info, image_refusal=None, vision=vision), device)
-    if refusal is None:
-        try:
-            sizes = _load(args, loaded, opened, is_checked=is_checked)
-        except Exception as error:
-            opened.paged.images = None
-            logger.debug("loading the image encoder of %s", loaded.name, exc_info=error)
-            refusal = f"its image encoder does not work here ({type(error).__name__}: {one_line(error)})"
-        else:
-            weight_bytes = opened.info.weight_bytes + sizes.weight_bytes
-            return replace(
-                opened.info,
-                image_refusal=None,
-                vision=vision,
-                weight_bytes=weight_bytes,
-                feature_bytes=sizes.feature_bytes,
-            )
-    warn_of_refusal(loaded.name, refusal)
-    return replace(opened.info, image_refusal=refusal)
+        sizes = _load(args, loaded, opened, is_checked=is_checked)
+    except Exception as error:
+        opened.paged.images = None
+        logger.debug("loading the image encoder of %s", loaded.name, exc_info=error)
+        refusal = f"its image encoder does not work here ({type(error).__name__}: {one_line(error)})"
+        warn_of_refusal(loaded.name, refusal)
+        return replace(opened.info, image_refusal=refusal)
+    return replace(
+        opened.info,
+        image_refusal=None,
+        vision=vision,
+        weight_bytes=opened.info.weight_bytes + sizes.weight_bytes,
+        feature_bytes=sizes.feature_bytes,
+    )
 
 
 def with_largest_image(config: EngineConfig) -> EngineConfig:

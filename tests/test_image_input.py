@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from importlib import metadata
@@ -52,6 +53,7 @@ PROCESSOR: dict[str, Any] = {
     "image_std": [0.5] * 3,
 }
 PARTS = (7, (4, 6, 1), 9)
+DRAFT = '{"method": "draft_model", "model": "./m", "num_speculative_tokens": 2}'
 # As published: with InternVL's own name of the text model's configuration.
 INTERNVL_CHAT = {name.replace("text_", "llm_"): value for name, value in CONFIGS["internvl_chat"].items()}
 
@@ -190,25 +192,6 @@ def test_a_step_has_room_for_an_image_that_no_chunk_may_cut(tmp_path: Path, name
     assert run_prompt(engine, prompt) == golden(tiny, prompt, 6).token_ids
 
 
-@pytest.mark.parametrize(
-    ("settings", "flag"),
-    [({"max_num_batched_tokens": 20}, "--max-num-batched-tokens"), ({"max_model_len": 16}, "--max-model-len")],
-)
-def test_settings_without_room_for_an_image(
-    tmp_path: Path, settings: dict[str, int], flag: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_vision_checkpoint(tmp_path / "m", GEMMA3)
-    _, refusal = refused(tmp_path / "m", **settings)
-    assert "an image has at least 16 tokens" in refusal and flag in refusal
-    assert caplog.text.count(refusal) == 1
-
-
-def test_crops_are_refused(tmp_path: Path) -> None:
-    write_vision_checkpoint(tmp_path / "m", GEMMA3)
-    _, refusal = refused(tmp_path / "m", mm_processor_kwargs='{"do_pan_and_scan": true}')
-    assert "do_pan_and_scan" in refusal
-
-
 def refused(folder: Path, **settings: Any) -> tuple[BuiltEngine, str]:
     engine = build_engine(EngineArgs(model=str(folder), **(SIZES | settings)))
     refusal = engine.core.config.model.image_refusal
@@ -267,27 +250,46 @@ def fail(*args: Any) -> Any:
     raise AttributeError("mlx-vlm has changed")
 
 
+@pytest.mark.parametrize(
+    ("config", "settings", "reason"),
+    [
+        (QWEN3_VL, {"speculative_config": DRAFT}, "the method draft_model of --speculative-config takes text only"),
+        (
+            GEMMA3,
+            {"max_num_batched_tokens": 20},
+            "at least 16 tokens, which one step .* raise --max-num-batched-tokens",
+        ),
+        (GEMMA3, {"max_model_len": 16}, "an image has at least 16 tokens, but --max-model-len is 16"),
+        (GEMMA3, {"mm_processor_kwargs": '{"do_pan_and_scan": true}'}, "do_pan_and_scan"),
+        (QWEN3_VL, {"mm_processor_kwargs": '{"size": "large"}'}, r"image processor cannot be used: \w+Error: "),
+        (CONFIGS["llava"], {"max_num_encoder_tokens": 15}, "--max-num-encoder-tokens.* less than the 16 tokens"),
+    ],
+    ids=["draft_model", "step", "context", "crops", "processor", "encoder tokens"],
+)
 def test_settings_that_do_not_go_with_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    config: dict[str, Any],
+    settings: dict[str, Any],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The refusal is logged before the weights are read."""
-    write_vision_checkpoint(tmp_path / "m", QWEN3_VL)
-    draft = {"method": "draft_model", "model": str(tmp_path / "m"), "num_speculative_tokens": 2}
+    """The reason is logged before the weights are read. Settings for images only are an error."""
+    write_vision_checkpoint(tmp_path / "m", config)
+    monkeypatch.chdir(tmp_path)  # the draft model is the model
     load_weights = loader.load_model
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        assert "the method draft_model of --speculative-config takes text only" in caplog.text
+        assert re.search(reason, caplog.text)
         return load_weights(*args, **kwargs)
 
     monkeypatch.setattr(loader, "load_model", load)
-    _, refusal = refused(tmp_path / "m", speculative_config=json.dumps(draft))
-    assert caplog.text.count(refusal) == 1
-
-
-def test_a_limit_below_the_size_of_every_image(tmp_path: Path) -> None:
-    write_vision_checkpoint(tmp_path / "m", CONFIGS["llava"])
-    with pytest.raises(ConfigError, match="less than the 16 tokens of an image"):
-        build_engine(EngineArgs(model=str(tmp_path / "m"), **SIZES, max_num_encoder_tokens=15))
+    if "max_num_encoder_tokens" in settings:
+        with pytest.raises(ConfigError, match=reason):
+            refused(tmp_path / "m", **settings)
+        return
+    _, refusal = refused(tmp_path / "m", **settings)
+    assert re.search(reason, refusal) and caplog.text.count(refusal) == 1
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ class StepAttention(Protocol):
         ...
 
     def select_keys(self, plan: SelectionPlan, index: IndexQueries, state: IndexState, common: Common) -> KeySelection:
-        """Select keys for :meth:`attend`. See :func:`metal_engine.attention.indexed.select_keys`."""
+        """Select keys for :meth:`attend`. See :func:`metal_engine.attention.portable.indexed.select_keys`."""
         ...
 
 

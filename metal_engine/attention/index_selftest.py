@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionKind
-from metal_engine.attention.indexed import IndexQueries, KeySelection, SelectionSize, plan_selection, select_keys
+from metal_engine.attention.indexed import IndexQueries, KeySelection, SelectionSize, plan_selection
 from metal_engine.attention.kernel_selftest import (
     KernelFailedError,
     attend_random,
@@ -25,12 +25,13 @@ from metal_engine.attention.kernel_selftest import (
 from metal_engine.attention.kernel_selftest import running as running_on_device
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.attention.portable.indexed import select_keys
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import IndexSpec
 from metal_engine.kv_cache.state import IndexState, StateSnapshot
 
-_SEGMENTS = [(1, 2499), (40, 590), (1, 29)]  # (tokens, context tokens); rows of the chunk see more or fewer keys
-_TOP_K = 600
+SEGMENTS = [(1, 2499), (40, 590), (1, 29)]  # (tokens, context tokens); rows of the chunk see more or fewer keys
+TOP_K = 600
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class IndexKind:
 
 def unsupported_index(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKind], block_size: int) -> str:
     """Return the property of a model's index or latents that the kernels do not support, or an empty string."""
-    queries, _ = _random_index(index, shuffled_rows([(1, 0)], block_size))
+    queries, _ = random_index(index, shuffled_rows([(1, 0)], block_size))
     assert metal.index_kernels is not None
     if why := metal.index_kernels.unsupported(queries, index.spec, block_size):
         return why
@@ -71,19 +72,16 @@ def try_index(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKi
     Raises:
         KernelFailedError: a kernel does not build or run here, or its results are wrong.
     """
-    rows = shuffled_rows(_SEGMENTS, block_size)
-    small = replace(index, size=SelectionSize(_TOP_K))
-    queries, state = _random_index(small, rows)
-    plan = plan_selection(rows, _TOP_K, queries.dims)
-    assert plan is not None
+    rows = shuffled_rows(SEGMENTS, block_size)
+    queries, state = random_index(replace(index, size=SelectionSize(TOP_K)), rows)
     backend = metal.splitting()
     with running_on_device():
-        selection = backend.for_step(rows).select_keys(plan, queries, state, lambda positions: positions)
+        selection = select_random(backend, rows, queries, state)
         selected = selection.by_row()
-    expected = select_keys(plan, queries, state).by_row()
+    expected = select_keys(selection.plan, queries, state).by_row()
     if not np.array_equal(np.sort(selected), np.sort(expected)):
         summary = "selects other keys than MLX's operations on this device"
-        raise KernelFailedError(summary, f"queries and contexts of {_SEGMENTS}: {summary}")
+        raise KernelFailedError(summary, f"queries and contexts of {SEGMENTS}: {summary}")
     for kind in kinds:
         if kind.spec.latent_dim is not None:
             _compare(backend, kind, rows, selection)
@@ -94,10 +92,17 @@ def _compare(backend: MetalBackend, kind: AttentionKind, rows: StepRows, selecti
     with running_on_device():
         out = attend_random(backend, kind, rows, state, selection)
     expected = attend_random(PortableBackend(), kind, rows, state, selection)
-    check_rows(out, expected, kind, f"selected keys of {_SEGMENTS}")
+    check_rows(out, expected, kind, f"selected keys of {SEGMENTS}")
 
 
-def _random_index(index: IndexKind, rows: StepRows) -> tuple[IndexQueries, IndexState]:
+def select_random(backend: MetalBackend, rows: StepRows, queries: IndexQueries, state: IndexState) -> KeySelection:
+    """Return the kernels' selection for a step in which a request has more keys than it selects."""
+    plan = plan_selection(rows, queries.size.top_k, queries.dims)
+    assert plan is not None
+    return backend.for_step(rows).select_keys(plan, queries, state, lambda positions: positions)
+
+
+def random_index(index: IndexKind, rows: StepRows) -> tuple[IndexQueries, IndexState]:
     """Return queries of an index for a step, and the state of its keys. All numbers are small integers."""
     rng, dtype = np.random.default_rng(0), index.spec.dtype
     state = IndexState(index.spec)

@@ -1,6 +1,7 @@
-"""Attention to the keys that an index selects (sparse attention), in MLX's operations on any device.
+"""Attention to the keys that an index selects (sparse attention): the plan of a step, and the selection of a layer.
 
-On Metal, kernels replace the operations for DeepSeek's index (:mod:`metal_engine.attention.metal.indexed`).
+MLX's operations select keys and attend to them on any device (:mod:`metal_engine.attention.portable.indexed`). On
+Metal, kernels do this for DeepSeek's index (:mod:`metal_engine.attention.metal.indexed`).
 
 An index stores a key for each token. In a step, it scores every key j of a row's own request. Row r attends to the
 ``top_k`` visible keys with the largest scores. DeepSeek's index has one score for all heads::
@@ -19,7 +20,7 @@ requests with few rows each, such as decodes. Memory is limited to a few tiles o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -27,19 +28,15 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.portable.exp2 import LOG2E
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Dims, Limits, RowSegment, group_segments
-from metal_engine.attention.portable.planning import MASKED
-from metal_engine.attention.portable.softmax import after, cpu_weights, plain_weights, update
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.state import IndexState, KVState
+from metal_engine.kv_cache.state import KVState
 
 if TYPE_CHECKING:
     from metal_engine.attention.backend import StepAttention
 
-_NOT_SEEN = -1  # replaces the position of a selected key that the row may not see
-_LOW_BITS = 0xFFFFFFFF
+NOT_SEEN = -1  # replaces the position of a selected key that the row may not see
 # A tile of all keys is smaller than a tile of scores by this factor, because it is held in several arrays of 64 bits.
 _SORTED_ARRAYS = 4
 
@@ -191,7 +188,7 @@ class KeySelection:
     def by_row(self) -> np.ndarray:
         """Return the selected positions of each packed row, [N, G, K] int32. -1 for no key, and for other requests."""
         shape = self.positions[0].shape[2:]
-        found = np.full((self.plan.num_rows, *shape), _NOT_SEEN, np.int32)
+        found = np.full((self.plan.num_rows, *shape), NOT_SEEN, np.int32)
         for tile, positions in zip(self.plan.tiles, self.positions, strict=True):
             found[np.array(tile.rows)] = np.array(positions).reshape(-1, *shape)
         return found
@@ -255,96 +252,8 @@ Common = Callable[[mx.array], mx.array]
 """Function that returns the selection of all ranks, given the positions that this rank has selected."""
 
 
-def select_keys(
-    plan: SelectionPlan, index: IndexQueries, state: IndexState, common: Common = lambda positions: positions
-) -> KeySelection:
-    """Select the keys of a layer. Builds the graph and evaluates nothing.
-
-    Args:
-        common: returns the selection that all ranks use.
-    """
-    selected: list[mx.array] = []
-    last: list[mx.array] = []
-    for tile in plan.tiles:
-        scores = _scores(plan, tile, index, state, last)
-        positions = largest(scores, tile.positions[..., None] // index.size.block_size, index.size.top_k)
-        if index.size.block_size > 1:
-            positions = _keys_of_blocks(positions, tile.positions[..., None], index.size.block_size)
-        selected.append(common(positions))
-        last = [selected[-1]]
-    return KeySelection(plan, selected)
-
-
-def _scores(plan: SelectionPlan, tile: Tile, index: IndexQueries, state: IndexState, last: list[mx.array]) -> mx.array:
-    """Return the scores of a tile's blocks, [T, R, G, number of blocks] float32. Local blocks have infinite scores."""
-    dims, limits, block_size = plan.dims, plan.limits, index.size.block_size
-    num_requests, num_rows, _ = tile.positions.shape
-    num_keys = tile.slots.shape[1]
-    queries = after(index.queries[tile.rows].astype(mx.float32), last).reshape(num_requests, -1, dims.head_dim)
-    most = min(limits.scores // (tile.rows.size * dims.num_heads), limits.span // (num_requests * dims.head_dim))
-    span = -(-max(limits.min_keys, most) // block_size) * block_size
-    scores: list[mx.array] = []
-    for lo in range(0, num_keys, span):
-        keys = state.read(after(tile.slots[:, lo : lo + span], last))  # [T, L, D]
-        by_head = (queries @ keys.swapaxes(-1, -2)).reshape(num_requests, num_rows, dims.num_heads, -1)
-        if index.weights is not None:
-            weights = index.weights[tile.rows].astype(mx.float32).reshape(num_requests, num_rows, 1, -1)
-            by_head = weights @ mx.maximum(by_head, 0)  # [T, R, 1, L]
-        if block_size > 1:
-            # A key after the row must not be the largest of its block.
-            is_visible = mx.arange(lo, lo + keys.shape[1]) <= tile.positions[..., None]
-            by_head = _largest_of_blocks(mx.where(is_visible, by_head, -mx.inf), block_size)
-        scores.append(by_head)
-        last = [by_head]
-    whole = scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1)
-    if index.size.num_local:
-        blocks, own = mx.arange(whole.shape[-1]), tile.positions[..., None] // block_size
-        whole = mx.where((blocks <= own) & (blocks > own - index.size.num_local), mx.inf, whole)
-    return whole
-
-
-def _largest_of_blocks(scores: mx.array, block_size: int) -> mx.array:
-    """Return the largest score of each block, [..., L] -> [..., number of blocks]. The last block may be incomplete."""
-    missing = -scores.shape[-1] % block_size
-    if missing:
-        scores = mx.pad(scores, [(0, 0)] * (scores.ndim - 1) + [(0, missing)], constant_values=-mx.inf)
-    return scores.reshape(*scores.shape[:-1], -1, block_size).max(axis=-1)
-
-
-def _keys_of_blocks(blocks: mx.array, positions: mx.array, block_size: int) -> mx.array:
-    """Return the positions of the keys in selected blocks, [..., K] -> [..., K * block_size]; -1 for unseen keys."""
-    keys = blocks[..., None] * block_size + mx.arange(block_size)
-    keys = mx.where(blocks[..., None] >= 0, keys, _NOT_SEEN).flatten(-2)
-    return mx.where(keys <= positions, keys, _NOT_SEEN)
-
-
-def largest(scores: mx.array, positions: mx.array, top_k: int) -> mx.array:
-    """Return the positions of the largest scores that rows see, in any order. Of equal scores, the lowest positions.
-
-    Args:
-        scores: score of each key by its position, [..., S] float32.
-        positions: position of each row, [..., 1].
-        top_k: number of positions, at most S.
-
-    Returns:
-        [..., top_k] int32; -1 if a row sees fewer keys.
-    """
-    num_keys = scores.shape[-1]
-    columns = mx.arange(num_keys, dtype=mx.uint32)
-    # Each key gets a different integer, so that a partition has only one result. The upper half contains the score, as
-    # an unsigned integer of the same order. The lower half is larger for lower positions.
-    bits = scores.view(mx.uint32)
-    ordered = mx.where(scores >= 0, bits | mx.array(1 << 31, mx.uint32), ~bits)
-    ordered = mx.where(columns <= positions, ordered, mx.array(0, mx.uint32))
-    keys = (ordered.astype(mx.uint64) << 32) | (_LOW_BITS - columns).astype(mx.uint64)
-    first = num_keys - top_k
-    best = mx.partition(keys, first, axis=-1)[..., first:] if first else keys
-    selected = (_LOW_BITS - (best & _LOW_BITS)).astype(mx.int32)
-    return mx.where(selected <= positions, selected, _NOT_SEEN)
-
-
-AttendTile = Callable[[Tile, mx.array], mx.array]
-"""Function of a tile and the positions that it selects."""
+AttendTile = Callable[[Tile, mx.array], Iterable[mx.array]]
+"""Function of a tile and its selected positions. Returns the output of the tile's rows in parts, [rows, Hq, Dv]."""
 
 
 def attend_selected(
@@ -354,7 +263,7 @@ def attend_selected(
     q: mx.array,  # [N, Hq, D]
     state: KVState,
     scale: float,
-    attend_tile: AttendTile | None = None,
+    attend_tile: AttendTile,
 ) -> mx.array:  # [N, Hq, Dv], dtype of q; for latents, the latent_dim columns
     """Compute attention of every packed row to its selected keys, or to all keys if its request has few.
 
@@ -365,56 +274,14 @@ def attend_selected(
         q: queries.
         state: keys and values, which include those of this step.
         scale: factor of the scores.
-        attend_tile: function that computes the rows of a tile, [T * R, Hq, Dv]; None for MLX's operations.
+        attend_tile: function that computes the rows of a tile.
     """
     plan = selection.plan
     width = state.spec.latent_dim or state.spec.v_head_dim
     outputs: list[mx.array] = []
     if plan.other_rows is not None:
         others = plan.attention_of_others(owner, for_step)
-        outputs.append(others.attend(q[plan.other_rows], state, scale=scale)[..., :width])
-    if attend_tile is not None:
-        outputs += [attend_tile(*tile) for tile in zip(plan.tiles, selection.positions, strict=True)]
-        return mx.concatenate(outputs)[plan.order]
-    queries = q.astype(mx.float32) * (scale * LOG2E)
-    last: list[mx.array] = []
+        outputs.append(others.attend(q[plan.other_rows], state, scale=scale))
     for tile, positions in zip(plan.tiles, selection.positions, strict=True):
-        for out in _attend_tile(tile, positions, queries, state, plan.limits, last):
-            outputs.append(out[..., :width].astype(q.dtype))
-            last = [out]
-    return mx.concatenate(outputs)[plan.order]
-
-
-def _attend_tile(
-    tile: Tile,
-    positions: mx.array,  # [T, R, G, K]
-    queries: mx.array,  # [N, Hq, D] float32, scaled
-    state: KVState,
-    limits: Limits,
-    last: list[mx.array],
-) -> Iterator[mx.array]:
-    """Yield the output of some rows of a tile after another, [rows, Hq, Dv] float32."""
-    spec, num_heads = state.spec, queries.shape[1]
-    num_kv_heads, (num_selections, num_keys) = spec.num_kv_heads, positions.shape[2:]
-    if num_selections not in (1, num_kv_heads):
-        raise ValueError(f"an index selects keys for {num_selections} of {num_kv_heads} KV heads")
-    weights = cpu_weights if computes_on_cpu() else plain_weights
-    # A row that sees fewer keys reads its request's first key instead, which the bias removes.
-    slots = mx.take_along_axis(tile.slots[:, None, None], mx.maximum(positions, 0), axis=-1).flatten(0, 1)
-    head_rows = slots * num_kv_heads + mx.arange(num_kv_heads)[:, None]  # [T * R, Hkv, K]
-    bias = mx.where(positions >= 0, mx.array(0.0), mx.array(MASKED)).flatten(0, 1)[:, :, None]  # [T * R, G, 1, K]
-    tile_queries = queries[tile.rows]
-    per_row = max(
-        num_keys * num_kv_heads * max(spec.head_dim, spec.v_head_dim) / limits.span,
-        num_keys * num_heads / limits.scores,
-    )
-    size = max(1, int(1 / per_row))
-    for lo in range(0, tile.rows.size, size):
-        part = slice(lo, lo + size)
-        keys, values = state.read_heads(after(head_rows[part], last))  # [rows, Hkv, K, D], [rows, Hkv, K, Dv]
-        by_group = tile_queries[part].reshape(keys.shape[0], num_kv_heads, -1, queries.shape[-1])
-        scores = by_group @ keys.swapaxes(-1, -2) + bias[part]
-        softmax = update(None, scores, values, weights)
-        out = (softmax.out / softmax.total).reshape(keys.shape[0], num_heads, -1)
-        yield out
-        last = [out]
+        outputs += attend_tile(tile, positions)
+    return mx.concatenate([out[..., :width] for out in outputs])[plan.order]

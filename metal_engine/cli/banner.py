@@ -130,7 +130,7 @@ def _images(config: EngineConfig) -> str:
     if (vision := config.vision) is None:
         return ""
     whole = "; one step computes a whole image" if vision.sees_itself else ""
-    if vision.most_image_tokens == vision.least_image_tokens:
+    if vision.most_image_tokens == vision.num_features:
         return f"{vision.most_image_tokens:,} tokens each{whole}"
     limits = "--mm-processor-kwargs, --max-num-encoder-tokens"
     return f"{vision.most_image_tokens:,} tokens an image at most{whole}; larger images are reduced ({limits})"

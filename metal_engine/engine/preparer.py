@@ -204,7 +204,6 @@ class RequestPreparer:
                 f"an image needs {needed} tokens of one step, but a step has only {most} tokens for it beside the "
                 f"decodes of {limit.max_num_seqs - 1} requests; raise --max-num-batched-tokens or lower --max-num-seqs"
             )
-
         if needed > limit.image_cache_tokens:
             raise PromptError(
                 f"images need {needed} tokens of one step together, but only {limit.image_cache_tokens} features are "

@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -51,11 +50,13 @@ class DecodedImage:
 
     Attributes:
         grid: numbers that determine the image's tokens (:class:`metal_engine.media.families.base.ImageFamily`).
-        inputs: inputs of the encoder; None if they were not requested, or the images have too many tokens.
+        num_tokens: number of the image's tokens.
+        inputs: inputs of the encoder; None if the images up to this one have too many tokens.
         content_hash: hash of the grid and the inputs; empty without inputs.
     """
 
     grid: Grid
+    num_tokens: int
     inputs: dict[str, np.ndarray] | None = None
     content_hash: bytes = b""
 
@@ -76,16 +77,14 @@ class ImageDecoder:
         self._num_requests = 0
         self._counts: deque[int] = deque([0])  # their sum is the size of the inputs in use
 
-    def decode(
-        self, files: Sequence[bytes], details: Sequence[str], *, wants_inputs: bool, max_tokens: int
-    ) -> list[DecodedImage]:
+    def decode(self, files: Sequence[bytes], details: Sequence[str], *, max_tokens: int) -> list[DecodedImage]:
         """Decode the images of a request.
 
         Args:
             files: contents of image files.
             details: ``high`` or ``low`` for each file.
-            wants_inputs: False to read the headers only.
-            max_tokens: maximum number of tokens of all images together. If they have more, no image has inputs.
+            max_tokens: maximum number of tokens of all images together. Of the image that exceeds it and of the images
+                after it, only the headers are read. 0: read all headers only.
 
         Raises:
             ImageError: an image cannot be used.
@@ -99,14 +98,12 @@ class ImageDecoder:
             self._num_requests += 1
         try:
             with contextlib.closing(_Work(self._connect, self._turns)) as work:
-                headers = [work.header(i, *given) for i, given in enumerate(zip(files, details, strict=True))]
-                if not wants_inputs or sum(header["num_tokens"] for header in headers) > max_tokens:
-                    return [DecodedImage(tuple(header["grid"])) for header in headers]
                 decoded = []
                 sizes: dict[bytes, int] = {}
-                for i, given in enumerate(zip(files, details, strict=True)):
+                for i, (data, detail) in enumerate(zip(files, details, strict=True)):
                     self._check_memory()
-                    decoded.append(image := work.inputs(i, *given))
+                    decoded.append(image := work.decode(i, data, detail, max_tokens))
+                    max_tokens -= image.num_tokens
                     sizes[image.content_hash] = self._count(image)
                     check_size(i, sizes)
                 return decoded
@@ -158,24 +155,12 @@ class _Work:
         self._connect, self._turns = connect, turns
         self._channel: socket.socket | None = None  # during a turn
         self._used = 0.0  # CPU time in seconds
+        self._time: float | None = None  # used time in the order of turns
 
-    def header(self, index: int, data: bytes, detail: str) -> dict[str, Any]:
-        """Return the grid and the number of tokens of an image."""
-        return self._ask(index, data, detail, wants_inputs=False)[0]
-
-    def inputs(self, index: int, data: bytes, detail: str) -> DecodedImage:
-        """Return an image with its inputs."""
-        answer, channel = self._ask(index, data, detail, wants_inputs=True)
-        arrays = {}
-        for name, kind, shape in answer["arrays"]:
-            arrays[name] = np.empty(shape, kind)  # not filled: zeros for 30 MB would hold the GIL for long
-            if not receive_into(arrays[name].reshape(-1).view(np.uint8).data, channel):
-                raise ImageError(index, _TOO_MUCH)
-        return DecodedImage(tuple(answer["grid"]), arrays, bytes.fromhex(answer["hash"]))
-
-    def _ask(self, index: int, data: bytes, detail: str, *, wants_inputs: bool) -> tuple[dict[str, Any], socket.socket]:
+    def decode(self, index: int, data: bytes, detail: str, max_tokens: int) -> DecodedImage:
+        """Return an image, with its inputs if it has at most ``max_tokens`` tokens."""
         channel = self._turn()
-        asked = {"detail": detail, "wants_inputs": wants_inputs, "seconds": REQUEST_CPU_SECONDS - self._used}
+        asked = {"detail": detail, "max_tokens": max_tokens, "seconds": REQUEST_CPU_SECONDS - self._used}
         with contextlib.suppress(OSError):  # if the process has ended, the answer is missing
             channel.sendall(framed(json.dumps(asked).encode()))
             channel.sendall(LENGTH.pack(len(data)))  # framed() would copy the file
@@ -185,18 +170,28 @@ class _Work:
             raise ImageError(index, _TOO_MUCH)
         if not message.startswith(b"{"):  # the process could not fork
             raise OverloadedError(f"images {message.decode()}")
-        answer: dict[str, Any] = json.loads(message)
+        answer = json.loads(message)
         if "error" in answer:
             raise ImageError(index, f" {answer['error']}")
         self._used += answer["seconds"]
-        return answer, channel
+        assert self._time is not None
+        self._time += answer["seconds"]
+        grid, num_tokens = tuple(answer["grid"]), answer["num_tokens"]
+        if "hash" not in answer:
+            return DecodedImage(grid, num_tokens)
+        arrays = {}
+        for name, kind, shape in answer["arrays"]:
+            arrays[name] = np.empty(shape, kind)  # not filled: zeros for 30 MB would hold the GIL for long
+            if not receive_into(arrays[name].reshape(-1).view(np.uint8).data, channel):
+                raise ImageError(index, _TOO_MUCH)
+        return DecodedImage(grid, num_tokens, arrays, bytes.fromhex(answer["hash"]))
 
     def _turn(self) -> socket.socket:
         """Return the socket to a fork, in a turn of this request."""
-        if self._channel is not None and self._turns.is_over(self._used):
+        if self._channel is not None and self._time is not None and self._turns.is_over(self._time):
             self.close()
         if self._channel is None:
-            self._turns.begin(self._used)
+            self._time = self._turns.begin(self._time)
             try:
                 self._channel = self._connect()
             except BaseException:

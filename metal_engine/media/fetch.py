@@ -31,6 +31,8 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _BYTES_AT_ONCE = 1 << 16
 # Addresses that a gateway translates to the IPv4 address in their last bits.
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# All public IPv6 addresses. `is_global` is also true of site-local and some reserved addresses.
+_IPV6_UNICAST = ipaddress.IPv6Network("2000::/3")
 _FLAG = "--allowed-media-domains"
 _resolving = threading.BoundedSemaphore(_MAX_RESOLVING)
 
@@ -65,7 +67,9 @@ def fetch(url: str, allowed_domains: Sequence[str]) -> bytes:
                 if isinstance(sock, ssl.SSLSocket):
                     sock.do_handshake()
                 path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-                connection.request("GET", path, headers={"User-Agent": "metal-engine", "Accept": "image/*"})
+                # The connection would add the port to the host of https, which signatures of URLs do not cover.
+                headers = {"Host": parts.netloc, "User-Agent": "metal-engine", "Accept": "image/*"}
+                connection.request("GET", path, headers=headers)
                 response = connection.getresponse()
                 if response.status in _REDIRECTS and (place := response.getheader("location")):
                     url = urljoin(url, place)
@@ -155,13 +159,16 @@ def _resolved(host: str, port: int, deadline: float) -> list[tuple[str, int]]:
 
 
 def is_public(address: str) -> bool:
+    """Return True if an address is one of the public internet. An IPv4 address within an IPv6 address counts."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
-    within = [parsed]  # the address, and IPv4 addresses inside it
     if isinstance(parsed, ipaddress.IPv6Address):
-        within += [one for one in (parsed.ipv4_mapped, parsed.sixtofour) if one is not None]
+        within = parsed.ipv4_mapped or parsed.sixtofour
         if parsed in _NAT64:
-            within.append(ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF))
-    return all(one.is_global and not one.is_multicast for one in within)
+            within = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
+        if within is None:
+            return parsed.is_global and parsed in _IPV6_UNICAST
+        parsed = within
+    return parsed.is_global and not parsed.is_multicast
 
 
 def _content(response: http.client.HTTPResponse, deadline: float) -> bytes:

@@ -22,10 +22,10 @@ def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[Image
     """Return the messages for a chat template, and their images in order.
 
     An image is a part ``{"type": "image_url", "image_url": {"url": ...}}``, or ``{"type": "image", "image": ...}`` as
-    in ``transformers``. The file is a path, or a URL.
+    in ``transformers``. The file is a path, or a URL with ``file:`` or ``data:``.
 
     Raises:
-        ValueError: the type of a part is not supported, or an image part has no image.
+        ValueError: the type of a part is not supported, or an image part has no local image.
     """
     result: list[Message] = []
     sources: list[ImageSource] = []
@@ -77,5 +77,7 @@ def _source(part: Mapping[str, Any], place: str) -> ImageSource:
     if isinstance(given, Mapping):
         given, detail = given.get("url"), given.get("detail")
     if not isinstance(given, str | os.PathLike):
-        raise ValueError(f"{place} has no image: it needs the path or the URL of a file")
+        raise ValueError(f"{place} has no image: it needs the path or the data URL of a file")
+    if str(given).lower().startswith(("http://", "https://")):
+        raise ValueError(f"{place}: images are not downloaded here; give the path of a file, or a data URL")
     return ImageSource(os.fspath(given), place, "low" if detail == "low" else "high")

@@ -5,10 +5,10 @@ own, a file delays no other request, and its memory is freed with the process. T
 :mod:`metal_engine.media.limits`. The kernel ends a process that exceeds the CPU time for an image. A thread checks the
 growth. A process ends when its socket is closed.
 
-A request for an image is two messages. The first is JSON: the ``detail``, whether the inputs of the encoder are needed,
-and the remaining CPU time in seconds. The second is the file. The answer is JSON: the grid, the number of tokens, and
-the used CPU time. If inputs are needed, it also has their hash, names, types and shapes, and one message per array
-follows. For an unusable image, the answer has an error instead.
+A request for an image is two messages. The first is JSON: the ``detail``, the maximum number of tokens of an image that
+is decoded, and the remaining CPU time in seconds. The second is the file. The answer is JSON: the grid, the number of
+tokens, and the used CPU time. If the image is decoded, the answer also has the hash, the names, types and shapes of the
+encoder's inputs, and one message per array follows. For an unusable image, the answer has an error instead.
 
 Run as a module: ``python -m metal_engine.media.process FD``. Loads no MLX.
 """
@@ -57,7 +57,7 @@ def serve_images(channel: socket.socket, families: dict[str, ImageFamily]) -> No
         arrays: dict[str, np.ndarray] = {}
         try:
             with _limited(asked["seconds"]):
-                answer, arrays = _work(families[asked["detail"]], data, wants_inputs=asked["wants_inputs"])
+                answer, arrays = _work(families[asked["detail"]], data, asked["max_tokens"])
         except _Refused as refused:
             answer = {"error": str(refused)}
         answer["seconds"] = time.process_time() - started
@@ -67,12 +67,12 @@ def serve_images(channel: socket.socket, families: dict[str, ImageFamily]) -> No
             channel.sendall(array.data.cast("B"))
 
 
-def _work(family: ImageFamily, data: bytes, *, wants_inputs: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _work(family: ImageFamily, data: bytes, max_tokens: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the answer for an image, and the arrays that follow it."""
     image = open_image(data)
     grid: Grid = tuple(map(int, family.grid(*displayed_size(image))))
     answer: dict[str, Any] = {"grid": grid, "num_tokens": family.num_tokens(grid)}
-    if not wants_inputs:
+    if answer["num_tokens"] > max_tokens:
         return answer, {}
     found, inputs = family.inputs(decoded(image))
     if found != grid:

@@ -48,13 +48,12 @@ class ImageProcessing:
         *,
         allowed_domains: Sequence[str] = (),
         allows_files: bool = False,
-        wants_inputs: bool = True,
         max_tokens: int,
     ) -> list[LoadedImage]:
         """Read and decode the images of a request, as :meth:`read` and :meth:`decode` do."""
         files = self.read(sources, allowed_domains=allowed_domains, allows_files=allows_files)
         details = [source.detail for source in sources]
-        return self.decode(files, details, wants_inputs=wants_inputs, max_tokens=max_tokens)
+        return self.decode(files, details, max_tokens=max_tokens)
 
     @staticmethod
     def read(
@@ -86,15 +85,13 @@ class ImageProcessing:
                 raise ImageError(i, f" and the images before it have more than {MAX_TOTAL_BYTES >> 20} MiB")
         return files
 
-    def decode(
-        self, files: Sequence[bytes], details: Sequence[Detail], *, wants_inputs: bool, max_tokens: int
-    ) -> list[LoadedImage]:
+    def decode(self, files: Sequence[bytes], details: Sequence[Detail], *, max_tokens: int) -> list[LoadedImage]:
         """Decode the images of a request. Known files are not decoded again.
 
         Args:
             files: contents of image files.
-            wants_inputs: False if only the tokens of the images are needed.
-            max_tokens: maximum number of tokens of all images. If they have more, no image has inputs.
+            max_tokens: maximum number of tokens of all images. If they have more, some images have no inputs. 0 if only
+                the numbers of tokens are needed.
 
         Raises:
             ImageError: an image cannot be used.
@@ -106,7 +103,7 @@ class ImageProcessing:
         missing: dict[bytes, int] = {}  # file -> index of the first image with it
         for i, key in enumerate(keys):
             known = self._store.find(key)
-            if known is None or (wants_inputs and known.inputs is None):
+            if known is None or (max_tokens and known.inputs is None):
                 missing.setdefault(key, i)
             else:
                 found[key] = known
@@ -115,10 +112,7 @@ class ImageProcessing:
             num_known = sum(self._family.num_tokens(found[key].grid) for key in keys if key in found)
             try:
                 decoded = self._decoder.decode(
-                    [files[i] for i in places],
-                    [details[i] for i in places],
-                    wants_inputs=wants_inputs,
-                    max_tokens=max_tokens - num_known,
+                    [files[i] for i in places], [details[i] for i in places], max_tokens=max_tokens - num_known
                 )
             except ImageError as error:
                 raise ImageError(places[error.index], error.message) from error

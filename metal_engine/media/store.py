@@ -27,7 +27,7 @@ class LoadedImage:
     Attributes:
         content_hash: hash of the grid and the inputs; empty if the inputs have never been computed.
         grid: numbers that determine the image's tokens.
-        inputs: inputs of the encoder; None if they were not requested, or the images have too many tokens.
+        inputs: inputs of the encoder; None if the images of the request have too many tokens, or were not decoded.
     """
 
     content_hash: bytes

@@ -15,7 +15,9 @@ _POLL_SECONDS = 0.02
 class Turns:
     """Gives the next turn to the waiting request that has used the least time. Thread-safe.
 
-    A request with one small image waits for the running turns, not for the whole work of other requests.
+    A new request begins with the least time of the waiting requests that have had a turn, and precedes requests that
+    have used more. New requests cannot delay another request forever, because the waiting request with the least time
+    precedes later new requests.
 
     Args:
         num_at_once: number of turns at a time.
@@ -23,27 +25,37 @@ class Turns:
 
     def __init__(self, num_at_once: int) -> None:
         self._num_free = num_at_once
-        self._waiting: list[tuple[float, int]] = []  # used time and order of arrival, sorted
+        # Used time, order of arrival, and True for requests without an earlier turn; sorted.
+        self._waiting: list[tuple[float, int, bool]] = []
+        self._begun = 0.0  # time of the request that has begun a turn last
         self._arrivals = itertools.count()
         self._changed = threading.Condition()
 
-    def begin(self, used: float) -> None:
+    def begin(self, time: float | None) -> float:
         """Wait for a turn.
 
         Args:
-            used: seconds that the request has used in earlier turns.
+            time: result of the request's first call plus the seconds used since then; None in the first call.
+
+        Returns:
+            Time of the request.
 
         Raises:
             Cancelled: the request was cancelled.
         """
-        own = (used, next(self._arrivals))
         with self._changed:
+            is_new = time is None
+            if time is None:
+                time = next((other for other, _, is_new in self._waiting if not is_new), self._begun)
+            own = (time, next(self._arrivals), is_new)
             bisect.insort(self._waiting, own)
             try:
                 while not self._num_free or self._waiting[0] != own:
                     check_cancelled()
                     self._changed.wait(_POLL_SECONDS)
                 self._num_free -= 1
+                self._begun = time
+                return time
             finally:
                 self._waiting.remove(own)
                 self._changed.notify_all()
@@ -54,7 +66,7 @@ class Turns:
             self._num_free += 1
             self._changed.notify_all()
 
-    def is_over(self, used: float) -> bool:
-        """Return True if a request that has used less time than ``used`` waits for a turn."""
+    def is_over(self, time: float) -> bool:
+        """Return True if a request with less than ``time`` waits for a turn."""
         with self._changed:
-            return bool(self._waiting) and self._waiting[0][0] < used
+            return bool(self._waiting) and self._waiting[0][0] < time

@@ -15,11 +15,12 @@ from typing_extensions import TypedDict  # typing's own TypedDict works with pyd
 
 from metal_engine.media.sources import Detail, ImageSource
 from metal_engine.server.json_parts import Placeholder
+from metal_engine.server.large_bodies import IN_PIECES
 from metal_engine.server.usage import Usage
 
 T = TypeVar("T")
 # Long lists and objects. Validation reports only the first error, instead of an error for each of 100,000 elements.
-LongList = Annotated[list[T], Field(fail_fast=True)]
+LongList = Annotated[list[T], Field(fail_fast=True), IN_PIECES]
 LongDict = Annotated[dict[str, T], Field(fail_fast=True)]
 
 

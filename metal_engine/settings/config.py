@@ -78,7 +78,7 @@ class VisionConfig:
         num_features: constant number of features of an image or of each tile; 0 if it varies.
         max_image_tokens: maximum number of an image's tokens, as far as the image processor allows a limit; None for
             the checkpoint's own limit.
-        least_image_tokens: number of tokens to which the image processor can reduce every image; 0 if unknown.
+        least_image_tokens: number of tokens of the smallest image that the image processor makes; 0 if unknown.
         most_image_tokens: number of tokens of the largest image that the image processor makes; 0 if unknown.
         sees_itself: layers in which an image's tokens attend to each other (:class:`metal_engine.images.PromptImage`).
             A step computes such an image as a whole.

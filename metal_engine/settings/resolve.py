@@ -23,6 +23,7 @@ from metal_engine.settings.config import (
     ModelInfo,
     SchedulerConfig,
     SpeculativeConfig,
+    VisionConfig,
 )
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.pool_size import affordable_states, pool_flag, pool_size, requested_context_length
@@ -169,23 +170,29 @@ def _for_model(args: EngineArgs, model: ModelInfo) -> EngineArgs:
     return replace(args, enable_prefix_caching=False)
 
 
-def too_small_for_images(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> str | None:
+def too_small_for_images(
+    args: EngineArgs, vision: VisionConfig, model: ModelInfo | None, device: DeviceInfo
+) -> str | None:
     """Return the reason why the settings leave no room for any image; None if there is room.
 
     Args:
-        model: facts about a model that takes images.
+        model: facts about the model; None if they are not known. Then the room in a step is not checked.
 
     Raises:
-        ConfigError: as :func:`resolve_config`.
+        ConfigError: as :func:`resolve_config`, or no image has as few tokens as ``--max-num-encoder-tokens``.
     """
-    vision = model.vision
-    assert vision is not None
-    needs = f"an image has at least {vision.least_image_tokens} tokens"
-    if args.max_model_len is not None and vision.least_image_tokens >= args.max_model_len:
+    least = vision.least_image_tokens
+    most = args.max_num_encoder_tokens
+    if most is not None and most < least:
+        raise ConfigError("--max-num-encoder-tokens", f"{most} is less than the {least} tokens of the smallest image")
+    needs = f"an image has at least {least} tokens"
+    if args.max_model_len is not None and least >= args.max_model_len:
         return f"{needs}, but --max-model-len is {args.max_model_len}; raise it"
-    scheduler = _scheduler(args, model, device, None)
+    if not vision.sees_itself or model is None:
+        return None
+    scheduler = _scheduler(args, replace(model, image_refusal=None, vision=vision), device, None)
     room = scheduler.room_for_image(args.block_size)
-    if not vision.sees_itself or vision.least_image_tokens <= room:
+    if least <= room:
         return None
     return (
         f"{needs}, which one step must compute, but a step has only {max(room, 0)} tokens for it beside the decodes of "

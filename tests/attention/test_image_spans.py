@@ -11,7 +11,8 @@ import pytest
 
 from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.kernel_selftest import KernelFailedError, try_images
-from metal_engine.attention.metal.backend import MetalBackend, shape_of
+from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.metal.kinds import shape_of
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Limits
 from metal_engine.kv_cache.rows import ImageSpans, StepRows
 from metal_engine.kv_cache.spec import KVSpec

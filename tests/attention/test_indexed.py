@@ -9,10 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.attention import indexed
-from metal_engine.attention.indexed import IndexQueries, SelectionSize, largest, plan_selection, select_keys
+from metal_engine.attention.indexed import IndexQueries, SelectionSize, plan_selection
+from metal_engine.attention.portable import indexed
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS, Limits
+from metal_engine.attention.portable.indexed import largest, select_keys
 from metal_engine.kv_cache.spec import IndexSpec
 from metal_engine.kv_cache.state import IndexState, StateSnapshot
 from tools.fixtures.packed_step import PackedStep, make_step

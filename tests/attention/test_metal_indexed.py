@@ -12,10 +12,14 @@ import pytest
 from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.choice import BackendChoice, ChosenAttention
 from metal_engine.attention.index_selftest import IndexKind
-from metal_engine.attention.indexed import IndexQueries, SelectionSize, plan_selection, select_keys
+from metal_engine.attention.indexed import IndexQueries, SelectionSize, plan_selection
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.attention.portable.indexed import select_keys
+from metal_engine.doctor.figures import Figure, Verdict
+from metal_engine.doctor.references.attention import selected_keys
+from metal_engine.doctor.sections.kernels import index_errors
 from metal_engine.kv_cache.spec import IndexSpec, LatentSpec
 from metal_engine.kv_cache.state import IndexState, StateSnapshot
 from tests.support.simulated import TOLERANCE, backend, relative_error
@@ -70,24 +74,10 @@ class Step:
 
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the same, computed by NumPy in float64. Of equal scores, the lowest positions are selected."""
-        rows, top_k = self.packed.rows, self.index.size.top_k
-        queries, weights, index_keys, q = (
-            np.array(a.astype(mx.float32)).astype(np.float64)
-            for a in (self.index.queries, self.index.weights, self.state.arrays["index_keys"], self.packed.q)
-        )
-        latents = np.array(self.packed._kept[0].astype(mx.float32)).astype(np.float64).reshape(-1, q.shape[-1])
-        picks, outputs = np.full((rows.num_tokens, top_k), -1), []
-        for row, (request, position) in enumerate(zip(rows.request_of_row, rows.positions, strict=True)):
-            slots = rows.slots(int(request), np.arange(position + 1))
-            if rows.seq_lens[request] > top_k:
-                scores = weights[row] @ np.maximum(queries[row] @ index_keys[slots].T, 0)
-                best = np.sort(np.lexsort((np.arange(len(slots)), -scores))[:top_k])
-                picks[row, : len(best)], slots = best, slots[best]
-            scores = q[row] @ latents[slots].T * SCALE
-            shares = np.exp(scores - scores.max(-1, keepdims=True))
-            values = latents[slots, : self.packed.latent_dim]
-            outputs.append(shares / shares.sum(-1, keepdims=True) @ values)
-        return picks, np.array(outputs)
+        arrays = (self.index.queries, self.index.weights, self.state.arrays["index_keys"])
+        numbers = (np.array(array.astype(mx.float32)) for array in arrays)
+        picks = selected_keys(self.packed.rows, self.index.size.top_k, *numbers)
+        return picks, self.packed.reference(scale=SCALE, selected=picks)
 
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -123,20 +113,6 @@ def test_a_decode_has_the_same_bits_in_every_batch() -> None:
     alone = step.packed.alone(1)
     index = replace(step.index, queries=step.index.queries[1:2], weights=step.index.weights[1:2])
     assert np.array_equal(Step(alone, index, step.state).attend(backend(1000))[1][0], out[1])
-
-
-def test_bytes_of_a_decode() -> None:
-    """An index key is read once, and a selected latent once for each tile of heads, whatever the context."""
-    sizes = {"num_heads": 16, "head_dim": 576, "v_head_dim": 512}
-    for context in (2047, 4095):
-        step = Step.random([(1, context)], 512, 64, 128, mx.float16, **sizes)
-        with record_launches() as launches:
-            step.attend(backend())
-        scores, select, attention, *_ = launches
-        num_keys = context + 1
-        assert scores.buffers["index_keys"].read == 256 * num_keys
-        assert select.buffers["scores"].read == 5 * 4 * num_keys == 5 * scores.buffers["scores"].written
-        assert attention.buffers["k_cache"].read == 512 * 1152
 
 
 SCORES, SELECT, ITEM, DIRECT, ROWS = (
@@ -197,11 +173,10 @@ def test_mutants(mutant: Mutant) -> None:
     assert caught(mutant)
 
 
-@pytest.mark.full
-def test_all_mutants() -> None:
-    assert not caught(None)
-    for mutant in MUTANTS:
-        assert caught(mutant) != bool(mutant.equivalent), mutant.name
+@pytest.mark.mutants
+@pytest.mark.parametrize("mutant", [None, *MUTANTS], ids=lambda mutant: mutant.name if mutant else "none")
+def test_every_mutant(mutant: Mutant | None) -> None:
+    assert caught(mutant) == (mutant is not None and not mutant.equivalent)
 
 
 LATENTS = AttentionKind(LatentSpec(32, 16, mx.float16), 20, mx.float16)
@@ -213,9 +188,15 @@ def chosen(factory: Any, index: IndexKind, kind: AttentionKind = LATENTS) -> Cho
     return BackendChoice(metal).for_index(ChosenAttention.of(metal, [kind], {}), index, 16)
 
 
+def doctors_figures(factory: Any, index: IndexKind) -> list[Figure]:
+    return list(index_errors(MetalBackend(factory), index, [LATENTS]))
+
+
 def test_the_check_at_load(caplog: pytest.LogCaptureFixture) -> None:
     accepted = chosen(metal_kernel, INDEX)
     assert not accepted.layers.no_index_kernels and not caplog.records
+    verdicts = [figure.verdict for figure in doctors_figures(metal_kernel, INDEX)]
+    assert verdicts == [Verdict.AS_PROMISED] * 2
 
 
 @pytest.mark.parametrize(
@@ -230,6 +211,7 @@ def test_wrong_kernels_are_refused_at_load(mutant: Mutant, why: str, caplog: pyt
     refused = chosen(factory_of(mutant), INDEX)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert why in refused.layers.no_index_kernels
+    assert any(figure.is_failure for figure in doctors_figures(factory_of(mutant), INDEX))
     step = Step.random([(1, 40)], 8, 12, 40, mx.float16, **MIDDLE)
     with record_launches() as launches:
         picks, _ = step.attend(refused.backend)
@@ -248,6 +230,8 @@ def test_other_indexes_are_left_to_mlx(index: IndexKind, why: str, caplog: pytes
     left = chosen(metal_kernel, index)
     assert why in left.layers.no_index_kernels
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+    (figure,) = doctors_figures(metal_kernel, index)
+    assert figure.verdict is Verdict.NOT_MEASURED and why in figure.note
 
 
 def test_layers_of_the_portable_backend_attend_to_the_kernels_selection() -> None:

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from metal_engine.cli.banner import print_banner, startup_facts
 from metal_engine.image_input import with_largest_image
-from metal_engine.media.families.find import find_family
 from metal_engine.settings.config import AttentionLayers, RankInfo, VisionConfig
 from tests.support.seeing import VISION, seeing_config
 from tools.fixtures.fake_engine import fake_config
@@ -107,7 +106,6 @@ def test_the_limit_of_images_is_shown() -> None:
         config = seeing_config()
         scheduler = dataclasses.replace(config.scheduler, max_num_encoder_tokens=most, max_num_batched_tokens=budget)
         config = dataclasses.replace(config, scheduler=scheduler)
-        vision = dataclasses.replace(vision, least_image_tokens=find_family(vision, 1).most_tokens)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vision=vision))
         return startup_facts(with_largest_image(config), "http://a", ("fake",))["images"]
 

@@ -8,11 +8,14 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.support.checkpoint_files import write_checkpoint
+from tests.support.image_files import data_url, encoded, picture
 from tests.support.ranked_server import RankedServer, is_alive
 from tests.support.serving import wait_until
+from tests.support.vision import QWEN3_5
+from tests.test_image_input import write_vision_checkpoint
 
 
 def text_of(lines: Iterable[str]) -> str:
@@ -22,9 +25,17 @@ def text_of(lines: Iterable[str]) -> str:
 
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_answers_survive_a_lost_rank(tmp_path: Path, lost: int) -> None:
-    model = write_checkpoint(tmp_path / "m")
+    """Ranks share the text model of a checkpoint with an image encoder, and refuse images before they read weights."""
+    model = tmp_path / "m"
+    write_vision_checkpoint(model, QWEN3_5)
     flags = ["--served-model-name", "m", "--max-num-seqs", "8"]
     with RankedServer(model, *flags) as server:
+        said, refusal = server.said(), "several ranks take text only"
+        assert said.index(f"refuses images: {refusal}") < said.index("loaded the weights")
+        part = {"type": "image_url", "image_url": {"url": data_url(encoded(picture()))}}
+        body = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 400 and f"images are not supported: {refusal}" in answer.text
         whole = text_of(server.stream(100).iter_lines())
         lines = server.stream(100).iter_lines()
         received = [next(lines) for _ in range(6)]

@@ -44,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/endless":
             while True:
                 self.wfile.write(bytes(1 << 16))
-        self.wfile.write(self.path.encode())
+        self.wfile.write((self.headers["Host"] if self.path == "/host" else self.path).encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -161,6 +161,9 @@ def test_files_are_downloaded_over_tls(tmp_path: Path, monkeypatch: pytest.Monke
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         assert fetch(f"https://{HOST}:{server.server_port}/to", [HOST]) == b"/a?b=c"
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_resolved", lambda *_: [("127.0.0.1", server.server_port)])
+            assert fetch(f"https://{HOST}/host", [HOST]) == HOST.encode()
         monkeypatch.delenv("SSL_CERT_FILE")
         with pytest.raises(FetchError, match="certificate"):
             fetch(f"https://{HOST}:{server.server_port}/to", [HOST])
@@ -206,6 +209,7 @@ def test_nothing_is_downloaded_by_default(url: str) -> None:
             (one, False)
             for one in ("::1", "fe80::1%eth0", "fd00::1", "::ffff:10.0.0.1", "64:ff9b::10.0.0.1", "224.0.0.1")
         ),
+        *((one, False) for one in ("fec0::1", "::10.0.0.1", "64:ff9b:1::10.0.0.1", "2002:a00:1::", "ff0e::1")),
         ("64:ff9b::8.8.8.8", True),
     ],
 )

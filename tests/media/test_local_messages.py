@@ -49,6 +49,8 @@ def test_other_parts_have_no_image() -> None:
     for part in ({"type": "image"}, {"type": "image_url", "image_url": {}}, {"type": "image", "image": 5}):
         with pytest.raises(ValueError, match=r"messages\[0\]\.content\[0\] has no image"):
             split_images([{"role": "user", "content": [part]}])
+    with pytest.raises(ValueError, match=r"messages\[0\]\.content\[0\]: images are not downloaded here"):
+        split_images([{"role": "user", "content": [{"type": "image", "image": "https://a.example/b.png"}]}])
 
 
 @pytest.mark.parametrize("kind", ["input_audio", "video_url", None])

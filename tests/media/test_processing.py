@@ -53,7 +53,7 @@ def processing() -> Iterator[ImageProcessing]:
 
 
 def load(processing: ImageProcessing, *files: bytes, **options: object) -> list[tuple[int, ...]]:
-    given = {"wants_inputs": True, "max_tokens": 1000, **options}
+    given = {"max_tokens": 1000, **options}
     return [one.grid for one in processing.decode(files, ["high"] * len(files), **given)]  # type: ignore[arg-type]
 
 
@@ -70,7 +70,7 @@ def test_known_files_are_not_decoded_again(processing: ImageProcessing, monkeypa
     assert load(processing, a, b, a) == [(1, 12, 16)] * 3
     assert load(processing, a) == load(processing, b) == [(1, 12, 16)]
     assert decoded == [2]
-    assert processing.decode([a], ["low"], wants_inputs=False, max_tokens=0)[0].inputs is None
+    assert processing.decode([a], ["low"], max_tokens=0)[0].inputs is None
     assert decoded == [2, 1]
 
 
@@ -83,9 +83,9 @@ def test_detail_and_limits_bound_the_tokens(processing: ImageProcessing) -> None
 
 def test_images_beyond_the_context_are_not_decoded(processing: ImageProcessing) -> None:
     file = encoded(picture(64, 48, 4))
-    (image,) = processing.decode([file], ["high"], wants_inputs=True, max_tokens=47)
+    (image,) = processing.decode([file], ["high"], max_tokens=47)
     assert image.inputs is None
-    (image,) = processing.decode([file], ["high"], wants_inputs=True, max_tokens=48)
+    (image,) = processing.decode([file], ["high"], max_tokens=48)
     assert image.inputs is not None
 
 
@@ -115,8 +115,8 @@ def run_forked(data: bytes, seconds: float = 30.0) -> tuple[list[bytes], int]:
     theirs.close()
     answers = []
     with ours:
-        for wants_inputs in (False, True):
-            asked = {"detail": "high", "wants_inputs": wants_inputs, "seconds": seconds}
+        for max_tokens in (0, 64):
+            asked = {"detail": "high", "max_tokens": max_tokens, "seconds": seconds}
             ours.sendall(framed(json.dumps(asked).encode()) + framed(data))
         ours.shutdown(socket.SHUT_WR)
         try:
@@ -172,14 +172,13 @@ class FakeForks:
         with channel, contextlib.suppress(EOFError, OSError):
             while True:
                 asked, (name, seconds) = json.loads(receive(channel)), receive(channel).decode().split()
-                answer = {"grid": [1, 2, 2], "num_tokens": 1, "seconds": 0.0}
-                if asked["wants_inputs"]:
-                    self.started.release()
-                    self.goes_on.acquire()
-                    if name == "crash" or asked["seconds"] < float(seconds):
-                        return
-                    self.decoded.append(name)
-                    answer |= {"arrays": [], "hash": name.encode().hex(), "seconds": float(seconds)}
+                self.started.release()
+                self.goes_on.acquire()
+                if name == "crash" or asked["seconds"] < float(seconds):
+                    return
+                self.decoded.append(name)
+                answer = {"grid": [1, 2, 2], "num_tokens": 1, "seconds": float(seconds)}
+                answer |= {"arrays": [], "hash": name.encode().hex()}
                 channel.sendall(framed(json.dumps(answer).encode()))
 
 
@@ -192,7 +191,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> FakeForks:
 
 def decode(decoder: ImageDecoder, *files: str) -> list[decoder_module.DecodedImage]:
     given = [file.encode() for file in files]
-    return decoder.decode(given, ["high"] * len(files), wants_inputs=True, max_tokens=100)
+    return decoder.decode(given, ["high"] * len(files), max_tokens=100)
 
 
 def test_the_end_of_a_process_is_an_error_of_its_image(forks: FakeForks) -> None:
@@ -225,6 +224,26 @@ def test_the_least_served_request_is_next(forks: FakeForks, monkeypatch: pytest.
     assert forks.num_forks == 5  # a fork ends with the turn of its request
 
 
+def test_new_requests_do_not_delay_a_large_request_forever(forks: FakeForks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small request arrives in each turn, so that some always wait."""
+    monkeypatch.setattr(decoder_module, "_MAX_DECODING", 1)
+    decoder = ImageDecoder(VISION)
+    with ThreadPoolExecutor(8) as clients:
+        requests = [clients.submit(decode, decoder, "slow1 5", "slow2 5", "slow3 5")]
+        for turn in range(6):
+            forks.started.acquire()
+            num_small = sum(name.startswith("small") for name in forks.decoded)
+            num_waiting = len(requests) - num_small - 1
+            wait_until(lambda count=num_waiting: len(decoder._turns._waiting) == count, "the others wait")
+            requests.append(clients.submit(decode, decoder, f"small{turn} 1"))
+            wait_until(lambda count=num_waiting + 1: len(decoder._turns._waiting) == count, "a request waits")
+            forks.goes_on.release()
+        forks.goes_on.release(20)
+        for request in requests:
+            request.result(60)
+    assert forks.decoded[:6] == ["slow1", "small0", "slow2", "small1", "small2", "slow3"]
+
+
 def test_a_cancelled_request_leaves_its_place(forks: FakeForks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_module, "_MAX_DECODING", 1)
     decoder, left = ImageDecoder(VISION), threading.Event()
@@ -252,15 +271,15 @@ def test_the_inputs_in_use_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # images of other tests
     before = decoder.num_live_bytes
     file = encoded(picture(64, 48, 7))
-    images = decoder.decode([file], ["high"], wants_inputs=True, max_tokens=1000)
+    images = decoder.decode([file], ["high"], max_tokens=1000)
     assert decoder.num_live_bytes == before + 192 * 96 + 2 * 96 * 4 + 12
     monkeypatch.setattr(decoder_module, "MAX_LIVE_BYTES", before)
     with pytest.raises(OverloadedError, match="MiB of memory"):
-        decoder.decode([file], ["high"], wants_inputs=True, max_tokens=1000)
+        decoder.decode([file], ["high"], max_tokens=1000)
     del images
     gc.collect()
     assert decoder.num_live_bytes == before
-    decoder.decode([file], ["high"], wants_inputs=True, max_tokens=1000)
+    decoder.decode([file], ["high"], max_tokens=1000)
 
 
 def test_the_store_is_bounded() -> None:
@@ -288,9 +307,7 @@ def test_equal_images_count_once(processing: ImageProcessing, monkeypatch: pytes
     size = 192 * 96 + 2 * 96 * 4 + 12
     monkeypatch.setattr(decoder_module, "MAX_INPUT_BYTES", size)
     for _ in range(2):
-        found = processing.decode(
-            [*files, files[0]] * 8, ["high", "low", "high", "low"] * 8, wants_inputs=True, max_tokens=10_000
-        )
+        found = processing.decode([*files, files[0]] * 8, ["high", "low", "high", "low"] * 8, max_tokens=10_000)
         assert len({image.content_hash for image in found}) == 1 and len({id(image.inputs) for image in found}) == 1
     with pytest.raises(ImageError, match="MiB of pixels") as caught:
         load(processing, files[0], encoded(picture(64, 48, 13)))
@@ -300,7 +317,7 @@ def test_equal_images_count_once(processing: ImageProcessing, monkeypatch: pytes
     other = ImageProcessing(family, lambda text: [])
     try:
         monkeypatch.undo()
-        low, high = other.decode([reduced] * 2, ["low", "high"], wants_inputs=True, max_tokens=10_000)
+        low, high = other.decode([reduced] * 2, ["low", "high"], max_tokens=10_000)
         assert low.grid != high.grid and low.content_hash != high.content_hash
     finally:
         other.close()
@@ -308,7 +325,7 @@ def test_equal_images_count_once(processing: ImageProcessing, monkeypatch: pytes
 
 def test_images_are_inserted_where_the_template_has_them(processing: ImageProcessing) -> None:
     files = [encoded(picture(*size, 6)) for size in ((64, 48), (32, 32))]
-    images = processing.decode(files, ["high"] * 2, wants_inputs=True, max_tokens=1000)
+    images = processing.decode(files, ["high"] * 2, max_tokens=1000)
     ids, inserted = processing.insert([1, IMAGE, 2, 3, IMAGE, 4], images)
     assert ids == [1, *[IMAGE] * 48, 2, 3, *[IMAGE] * 16, 4]
     assert isinstance(inserted, PromptImages)

@@ -33,6 +33,7 @@ from tests.support.engine_child import is_running, pid_of
 from tests.support.registry import until
 from tests.support.serving import DEADLINE
 from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import tiny_model
 
 PROMPTS = [[7 + i, 3 * i, 60, i] * (1 + i % 5) for i in range(4)]
@@ -41,15 +42,16 @@ LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with three checkpoints of equal size and different weights."""
+    """Return a folder with three checkpoints of similar size. The requests of b run over mlx-lm's own caches."""
     folder = tmp_path_factory.mktemp("models")
+    alone = {**configuration("deepseek_v41"), "vocab_size": checkpoint_files.VOCAB_SIZE}
     for seed, name in enumerate("abc"):
         with pytest.MonkeyPatch.context() as patch:
             seeded = partial(tiny_model, seed=seed)
             patch.setattr(
                 checkpoint_files, "tiny_model", lambda dtype, seeded=seeded, **more: seeded(dtype=dtype, **more)
             )
-            checkpoint_files.write_checkpoint(folder / name)
+            checkpoint_files.write_checkpoint(folder / name, config=alone if name == "b" else None)
     return folder
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from metal_engine.models.alone import AloneModel
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.request import RequestOutput
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.architectures import ALONE
 from tools.fixtures.fake_engine import VOCAB_SIZE
@@ -19,14 +22,15 @@ from tools.fixtures.fake_engine import VOCAB_SIZE
 REPLAYED = ["afm7", "baichuan_m1", "gpt_bigcode", "iquestloopcoder", "llama4", "longcat_flash_ngram", "plamo", "plamo2"]
 ARCHITECTURES = [*REPLAYED, "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"]
 NUM_TOKENS = 10
+ARRAYS_OF_A_REQUEST = 6 * 5  # at most, in deepseek_v41's caches
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 # Longer than the windows and chunks of the tiny configurations. The requests end in different steps.
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (5, 23, 1, 40, 17)]
 
 
 @cache
-def mlx_lms_tokens(architecture: str) -> list[list[int]]:
-    model = tiny_reference(architecture=architecture)
+def mlx_lms_tokens(architecture: str, dtype: mx.Dtype = mx.float32) -> list[list[int]]:
+    model = tiny_reference(architecture=architecture, dtype=dtype)
     outputs = []
     for prompt in PROMPTS:
         caches, tokens, output = make_prompt_cache(model), prompt, []
@@ -75,8 +79,7 @@ def test_alone_in_chunks_then_preempted_ahead_then_after_a_failed_step(
     engine = engine_of(architecture, behind=True, num_blocks=22, enable_prefix_caching=False)
     assert outputs_of(engine)[0] == mlx_lms_tokens(architecture)
     assert engine.scheduler.num_preemptions
-    arrays_per_request = 6 * 5
-    assert len(engine.runner.pool.own_caches.pending()) <= arrays_per_request
+    assert len(engine.runner.pool.own_caches.pending()) <= ARRAYS_OF_A_REQUEST
     engine = engine_of(architecture, enable_prefix_caching=False)
     original, calls = AloneModel.forward, iter(range(100))
 
@@ -89,6 +92,43 @@ def test_alone_in_chunks_then_preempted_ahead_then_after_a_failed_step(
     monkeypatch.setattr(AloneModel, "forward", fail_after_the_forward)
     assert outputs_of(engine, 2)[0] == mlx_lms_tokens(architecture)[:2]
     assert engine.metrics.num_failed_steps == 1
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ALONE)
+def test_alone_beside_a_grammar_a_stop_string_and_an_abort(architecture: str, dtype: mx.Dtype) -> None:
+    """All prompts fit into a step, so that mlx-lm computes the same chunks, and rounds in the same way."""
+    engine = engine_of(architecture, dtype=dtype, max_num_batched_tokens=256, enable_prefix_caching=False)
+    expected = mlx_lms_tokens(architecture, dtype)
+    (plain,) = run_all(engine, [(PROMPTS[1], GREEDY)])
+    text = "".join(output.text for output in plain)  # stop strings are found in streamed text
+    grammar = StructuredOutputsParams(regex="[a-c]{7}")
+    requests = {
+        "stopped": (PROMPTS[1], replace(GREEDY, stop=[text[3:5]])),
+        "aborted": (PROMPTS[3], replace(GREEDY, max_tokens=400)),
+        "in the grammar": (PROMPTS[0], SamplingParams(temperature=1.0, seed=1, structured_outputs=grammar)),
+        "plain": (PROMPTS[4], GREEDY),
+    }
+    outputs: dict[str, list[RequestOutput]] = {name: [] for name in requests}
+    for name, request in requests.items():
+        engine.add_request(name, engine.prepare(*request))
+    num_steps = 0
+    while engine.has_requests:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.scheduler.check_integrity()
+        num_steps += 1
+        if num_steps == 3:
+            engine.abort_request("aborted")
+        if num_steps == 4:
+            assert len(engine.runner.pool.own_caches.pending()) <= ARRAYS_OF_A_REQUEST * len(engine.request_ids)
+    texts = {name: "".join(output.text for output in parts) for name, parts in outputs.items()}
+    assert texts["stopped"] == text[: text.index(text[3:5])]
+    assert outputs["stopped"][-1].finish_reason == outputs["in the grammar"][-1].finish_reason == "stop"
+    assert re.fullmatch("[a-c]{7}", texts["in the grammar"])
+    assert token_ids(outputs["plain"]) == expected[4]
+    assert not outputs["aborted"][-1].finish_reason
+    assert engine.scheduler.blocks.num_used_blocks == 0
 
 
 @pytest.mark.parametrize("architecture", REPLAYED)

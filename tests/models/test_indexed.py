@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from metal_engine.attention import indexed
 from metal_engine.attention.indexed import IndexQueries, KeySelection, SelectionSize
 from metal_engine.attention.portable import backend as portable
+from metal_engine.attention.portable import indexed
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import TracedRows, step_rows

@@ -27,6 +27,7 @@ OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
 # Files of 48 and of 16 tokens.
 A, B = encoded(picture(64, 48, 1)), encoded(picture(32, 32, 2), "JPEG")
 URL_A, URL_B = data_url(A), data_url(B, "image/jpeg")
+MEDIA = ("audio", "video")
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +272,24 @@ def test_other_apis_name_their_own_fields(seeing: Served) -> None:
             {"messages": [user({"type": "image_url", "image_url": wrong})]},
             "messages[0].content[0].image_url is not",
         ),
+        (
+            MESSAGES,
+            {"messages": [user({**block, "source": {"type": "base64", "data": 5}})], "max_tokens": 1},
+            "messages[0].content[0].source.data must be a string",
+        ),
+        (
+            RESPONSES,
+            {"input": [user({"type": "input_image", "file_id": "a"})]},
+            "input[0].content[0].image_url must be a string",
+        ),
+        (
+            RESPONSES,
+            {"input": [user({"type": "input_image", "image_url": wrong, "detail": 5})]},
+            "input[0].content[0].detail must be a string",
+        ),
+        *((MESSAGES, {"messages": [user({"type": kind})], "max_tokens": 1}, f"'{kind}' are not") for kind in MEDIA),
+        *((RESPONSES, {"input": [user({"type": f"input_{kind}"})]}, f"'input_{kind}' is not") for kind in MEDIA),
+        (OLLAMA_GENERATE, {"prompt": "a", "images": [base64.b64encode(b"RIFF....WAVE").decode()]}, "images[0] is not"),
     ]
     for path, body, problem in cases:
         response = seeing.post(path, {"model": MODEL, **body})

@@ -100,6 +100,26 @@ def test_what_takes_more_memory_than_any_request_needs() -> None:
             large_bodies.loads(text)
 
 
+def test_validation_in_pieces_finds_the_same() -> None:
+    ids = list(range(100_000))
+    assert CompletionBody(prompt=ids).prompt == ids
+    nested = [[i, i + 1] for i in range(50_000)]
+    assert CompletionBody(prompt=nested).prompt == nested
+    messages: list[Any] = [{"role": "user", "content": str(i)} for i in range(10_000)]
+    assert [m.content for m in ChatCompletionBody(messages=messages).messages[::999]] == [
+        str(i) for i in range(0, 10_000, 999)
+    ]
+    messages[7_777] = {"role": "nobody"}
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionBody(messages=messages)
+    (error,) = caught.value.errors()
+    assert error["loc"] == ("messages", 7_777, "role")
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody(prompt="a", allowed_token_ids=[*ids, "b"])
+    (error,) = caught.value.errors()
+    assert error["loc"] == ("allowed_token_ids", 100_000)
+
+
 def test_half_a_surrogate_pair_is_not_valid_unicode() -> None:
     assert large_bodies.loads(b'["\\ud83d\\ude00"]') == ["\N{GRINNING FACE}"]
     for text in (b'["\\ud83d"]', b'["\\uDE00"]', b'["\xed\xa0\xbd"]'):

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.engine.built_engine import BuiltEngine
@@ -36,13 +37,20 @@ from tools.fixtures.tiny_models import random_model, tiny_model
 
 
 def tiny_reference(
-    seed: int = 0, vocab_size: int = VOCAB_SIZE, architecture: str | Config | None = None, **config: Any
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    architecture: str | Config | None = None,
+    dtype: mx.Dtype = mx.float32,
+    **config: Any,
 ) -> nn.Module:
     """Return a copy of the model for reference outputs from outside the engine."""
     if architecture is None:
-        return tiny_model(seed, vocab_size=vocab_size, **config)
+        return tiny_model(seed, dtype, vocab_size=vocab_size, **config)
     own = configuration(architecture) if isinstance(architecture, str) else architecture
-    return random_model(with_vocabulary(own, vocab_size), seed)
+    model = random_model(with_vocabulary(own, vocab_size), seed, dtype)
+    if dtype != mx.float32:  # a CPU needs quantized experts
+        nn.quantize(model, 32, 8, class_predicate=lambda _, module: isinstance(module, SwitchLinear))
+    return model
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:
@@ -59,6 +67,7 @@ def tiny_engine(
     seed: int = 0,
     tokenizer: Tokenizer | None = None,
     architecture: str | Config | None = None,
+    dtype: mx.Dtype = mx.float32,
     kv_cache_dtype: str = "auto",
     num_state_slots: int = 0,
     enable_prefix_caching: bool = True,
@@ -74,6 +83,7 @@ def tiny_engine(
         behind: dispatch steps in two parts while the previous step runs, as on a GPU. Implies ``ahead``.
         replay: replay decode steps as soon as their sizes are known.
         architecture: name in tools/fixtures/architectures.py, or a configuration. Default: a tiny Llama.
+        dtype: type of the weights.
         kv_cache_dtype: type of stored K and V. The Llama's heads are wide enough for quantization if it is not "auto".
         num_state_slots: number of slots for recurrent states.
         make_adapters: installs adapters in the model.
@@ -94,7 +104,7 @@ def tiny_engine(
         ),
     )
     wide = {} if kv_cache_dtype == "auto" else {"head_dim": 64}
-    reference = tiny_reference(seed, settings.model.vocab_size, architecture, **wide)
+    reference = tiny_reference(seed, settings.model.vocab_size, architecture, dtype, **wide)
     model = open_paged_model(reference, kv_cache_dtype=kv_cache_dtype)
     adapters = None if make_adapters is None else make_adapters(model)
     backend, scheduler_side, runner_side = PortableBackend(), *(connector or (None, None))

@@ -12,6 +12,7 @@ import pytest
 from metal_engine.attention.portable.backend import PortableBackend
 from tools.benchmarks import attention
 from tools.metal_sim.__main__ import TABLE
+from tools.metal_sim.index_report import INDEX_SHAPES, IndexLine
 from tools.metal_sim.kernel_mutants import MUTANTS, caught
 from tools.metal_sim.report import SHAPES, Line, table
 
@@ -54,6 +55,13 @@ def test_every_mutant(i: int) -> None:
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s not in PREFILL], ids=lambda s: s.name)
 def test_decode_bytes_are_within_bounds_and_as_committed(shape) -> None:
     line = Line.of(shape)
+    assert line.ratio <= shape.allowed
+    assert "| " + " | ".join(line.cells()) + " |" in TABLE.read_text()
+
+
+@pytest.mark.parametrize("shape", [s for s in INDEX_SHAPES if s.num_keys <= 4096], ids=lambda s: s.name)
+def test_bytes_of_selected_keys_are_within_bounds_and_as_committed(shape) -> None:
+    line = IndexLine.of(shape)
     assert line.ratio <= shape.allowed
     assert "| " + " | ".join(line.cells()) + " |" in TABLE.read_text()
 

@@ -41,12 +41,17 @@ what computes the layers of your model.
 | --- | --- | --- | --- | --- |
 """
 
-_ALONE = """
-## One request after another
+_OTHERS = """
+## Verified in other ways
 
-Packed steps do not support the caches of these architectures: {alone}. Their requests
-[run one after another](models.md#one-request-after-another) over mlx-lm's own caches. Tests compare the logits with
-mlx-lm's logits in the same chunks.
+- **one request after another**: packed steps do not support the architecture's caches. Its requests
+  [run one after another](models.md#one-request-after-another) over mlx-lm's own caches. Tests compare the logits with
+  mlx-lm's logits in the same chunks.
+- **only on a Mac**: mlx-lm computes parts of the architecture in its own Metal kernels. Requests are packed as in the
+  table above. Tests run mlx-lm's kernels in the simulator.
+
+| `model_type` | runs |
+| --- | --- |
 """
 
 _UNSUPPORTED = """
@@ -57,11 +62,8 @@ _UNSUPPORTED = """
 """
 
 _TAIL = """
-{metal_only} run only on a Mac, because mlx-lm computes parts of them in its own Metal kernels. Tests
-run these kernels in the simulator.
-
-Other architectures of mlx-lm may run. Packed steps need layers that store keys and values of every token, latent
-vectors of them, or a recurrent state.
+Architectures that newer versions of mlx-lm add may run. Packed steps need layers that store keys and values of every
+token, latent vectors of them, or a recurrent state.
 
 ## GGUF files
 
@@ -116,13 +118,12 @@ def models_doc() -> str:
     ]
     refused = [f"| `{name}` | {_REFUSED[name]} | {_refusal(name)} |" for name in sorted(UNSUPPORTED)]
     supported = _SUPPORTED.format(count=len(SUPPORTED))
-    tail = _TAIL.format(
-        metal_only=" and ".join(f"`{name}`" for name in sorted(METAL_ONLY)),
-        gguf=_gguf_table(),
-        splits=", ".join(f"`{name}`" for name in PRE_TOKENIZERS),
+    tail = _TAIL.format(gguf=_gguf_table(), splits=", ".join(f"`{name}`" for name in PRE_TOKENIZERS))
+    ways = {**dict.fromkeys(ALONE, "one request after another"), **dict.fromkeys(METAL_ONLY, "only on a Mac")}
+    others = "".join(f"| `{name}` | {way} |\n" for name, way in sorted(ways.items()))
+    return (
+        _HEAD + supported + "\n".join(rows) + "\n" + _OTHERS + others + _UNSUPPORTED + "\n".join(refused) + "\n" + tail
     )
-    alone = _ALONE.format(alone=", ".join(f"`{name}`" for name in sorted(ALONE)))
-    return _HEAD + supported + "\n".join(rows) + "\n" + alone + _UNSUPPORTED + "\n".join(refused) + "\n" + tail
 
 
 def _gguf_table() -> str:

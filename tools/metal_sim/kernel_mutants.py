@@ -15,8 +15,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.metal.backend import MetalBackend, shape_of
+from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import THREADGROUPS_PER_CORE
+from metal_engine.attention.metal.kinds import shape_of
 from metal_engine.attention.metal.variants import variant_of
 from tools.fixtures.packed_step import PackedStep, make_step
 from tools.metal_sim import LaunchCounts, MetalSimError, record_launches

@@ -10,6 +10,7 @@ import numpy as np
 from metal_engine.attention.metal.variants import THREADS, AttentionShape, stage_keys, variant_of
 from metal_engine.kv_cache.state import KVState
 
+from .index_report import INDEX_SHAPES, IndexLine, index_table
 from .kernel import metal_kernel
 from .launch import LaunchCounts, record_launches
 
@@ -263,7 +264,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def table(shapes: tuple[SimShape, ...] = SHAPES) -> tuple[str, list[Line]]:
-    lines = [Line.of(s) for s in shapes]
+def table() -> tuple[str, list[Line | IndexLine]]:
+    """Return the text of docs/dev/kernel_bytes.md, and all rows."""
+    lines, index_lines = [Line.of(s) for s in SHAPES], [IndexLine.of(s) for s in INDEX_SHAPES]
     rows = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)], *(line.cells() for line in lines)]
-    return HEADER + "\n" + "\n".join("| " + " | ".join(r) + " |" for r in rows) + "\n" + BEFORE, lines
+    of_attention = "\n".join("| " + " | ".join(r) + " |" for r in rows)
+    return f"{HEADER}\n{of_attention}\n{index_table(index_lines)}{BEFORE}", [*lines, *index_lines]

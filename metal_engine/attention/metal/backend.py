@@ -15,50 +15,20 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionKind, StepTables, size_class
-from metal_engine.attention.indexed import (
-    Common,
-    IndexQueries,
-    KeySelection,
-    SelectionPlan,
-    attend_selected,
-    select_keys,
-)
+from metal_engine.attention.indexed import Common, IndexQueries, KeySelection, SelectionPlan, attend_selected
 from metal_engine.attention.metal.attention_kernel import KernelFactory, attention_kernel
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, THREADGROUPS_PER_CORE, Cut
 from metal_engine.attention.metal.indexed import IndexKernels, SelectedRows
-from metal_engine.attention.metal.kinds import Kind, make_kind
+from metal_engine.attention.metal.kinds import Kind, ShapeKey, make_kind, make_shape, shape_key
 from metal_engine.attention.metal.planning import WorkItems, plan_work_items
 from metal_engine.attention.metal.variants import THREADS, AttentionShape, KernelVariant, fits_tensor_ops, variant_of
+from metal_engine.attention.portable.indexed import select_keys, tile_attention
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, kernel_text, on_device
 from metal_engine.kv_cache.quantized import numbers_of_groups
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.spec import AttentionSpec, QuantizedKVSpec
 from metal_engine.kv_cache.state import IndexState, KVState
 
 UNKNOWN_GPU_CORES = 12
-
-
-_ShapeKey = tuple[mx.Dtype, int, AttentionSpec, int]
-
-
-def _shape_key(q: mx.array, state: KVState) -> _ShapeKey:
-    """Return the arguments of :func:`_shape`."""
-    return q.dtype, q.shape[1], state.spec, state.block_size
-
-
-def _shape(dtype: mx.Dtype, num_heads: int, spec: AttentionSpec, block_size: int) -> AttentionShape:
-    is_latent = spec.latent_dim is not None
-    v_head_dim = spec.v_head_dim if spec.latent_dim is None else spec.latent_dim
-    bits, group_size = (spec.bits, spec.group_size) if isinstance(spec, QuantizedKVSpec) else (0, 0)
-    return AttentionShape(
-        dtype, spec.head_dim, v_head_dim, num_heads, spec.num_kv_heads, block_size, is_latent, bits, group_size
-    )
-
-
-def shape_of(q: mx.array, state: KVState) -> AttentionShape:
-    """Return the shape of a layer's attention from its queries, [N, Hq, D], and its state."""
-    return _shape(*_shape_key(q, state))
-
 
 # group, num_kv_heads, window, chunk, key_step, tile_rows, threadgroups_per_core
 _ItemsKey = tuple[int, int, int | None, int | None, int, int, int]
@@ -139,11 +109,12 @@ class MetalStep:
         MLX's operations attend to keys that they have selected, and to other keys than latents.
         """
         if selection is not None:
-            attend_tile = None
             if selection.is_sorted and state.spec.latent_dim is not None:
-                kind = self.backend.kind_of(_shape_key(q, state), False, False, None)
+                kind = self.backend.kind_of(shape_key(q, state), False, False, None)
                 self._check(q, state, kind.shape, None)
                 attend_tile = self._selected.attention(self, kind, q, state, scale)
+            else:
+                attend_tile = tile_attention(q, state, scale, selection.plan.limits)
             return attend_selected(selection, self, self.backend.for_step, q, state, scale, attend_tile)
         key = (state.spec, state.block_size, q.shape, q.dtype, scale, window, softcap, sinks is not None, chunk)
         launch = self._launches.get(key)
@@ -174,7 +145,7 @@ class MetalStep:
     ) -> _Launch:
         """Check a layer's call, and return the launch for all layers with equal arguments."""
         has_images = self.rows.spans_of_layer(window) is not None
-        kind = self.backend.kind_of(_shape_key(q, state), window is not None, bool(softcap), sinks, has_images)
+        kind = self.backend.kind_of(shape_key(q, state), window is not None, bool(softcap), sinks, has_images)
         shape = kind.shape
         self._check(q, state, shape, window)
         uploaded = self._items(shape, kind.variant, window, chunk, kind.cut.threadgroups_per_core)
@@ -307,7 +278,7 @@ class MetalBackend:
         return self.attention_for(shape) in (self.tensor_attention, self.quantized_tensor_attention)
 
     def kind_of(
-        self, key: _ShapeKey, has_window: bool, has_softcap: bool, sinks: mx.Dtype | None, has_images: bool = False
+        self, key: ShapeKey, has_window: bool, has_softcap: bool, sinks: mx.Dtype | None, has_images: bool = False
     ) -> Kind:
         """Return the shape, variant and template arguments of a kind of layer. Each kind is computed once.
 
@@ -322,13 +293,13 @@ class MetalBackend:
         if kind is None:
             dtype, num_heads, spec, _ = key
             cut = self.cuts.get(AttentionKind(spec, num_heads, dtype, has_window, has_softcap, sinks), DEFAULT_CUT)
-            kind = make_kind(_shape(*key), cut, has_window, has_softcap, sinks is not None, has_images)
+            kind = make_kind(make_shape(*key), cut, has_window, has_softcap, sinks is not None, has_images)
             self._kinds[whole_key] = kind
         return kind
 
     def work_of(self, kind: AttentionKind, block_size: int, cut: Cut) -> Hashable:
         """Return a key of the GPU's work for a kind of layer. Cuts with equal keys have equal launches."""
-        shape = _shape(kind.dtype, kind.num_heads, kind.spec, block_size)
+        shape = make_shape(kind.dtype, kind.num_heads, kind.spec, block_size)
         uses_tensor_ops = self.has_tensor_ops and fits_tensor_ops(shape, cut)
         return variant_of(shape, cut), cut.threadgroups_per_core, uses_tensor_ops
 

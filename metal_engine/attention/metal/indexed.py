@@ -183,8 +183,8 @@ class SelectedRows:
     def attention(self, step: MetalStep, kind: Kind, q: mx.array, state: KVState, scale: float) -> AttendTile:
         """Return the function that computes a layer's attention of a tile to selected latents."""
 
-        def attend(tile: Tile, positions: mx.array) -> mx.array:
-            return self._attend(step, kind, q, state, scale, tile, positions)
+        def attend(tile: Tile, positions: mx.array) -> list[mx.array]:
+            return [self._attend(step, kind, q, state, scale, tile, positions)]
 
         return attend
 

@@ -15,16 +15,10 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import StepTables, size_class
-from metal_engine.attention.indexed import (
-    Common,
-    IndexQueries,
-    KeySelection,
-    SelectionPlan,
-    attend_selected,
-    select_keys,
-)
+from metal_engine.attention.indexed import Common, IndexQueries, KeySelection, SelectionPlan, attend_selected
 from metal_engine.attention.portable.exp2 import LOG2E
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Dims, Limits
+from metal_engine.attention.portable.indexed import select_keys, tile_attention
 from metal_engine.attention.portable.planning import MASKED, Queries, ScoreTile, Span, Unit, Work, plan_work
 from metal_engine.attention.portable.runs import attend_runs
 from metal_engine.attention.portable.softmax import SoftmaxState, Weights, after, cpu_weights, plain_weights, update
@@ -77,7 +71,8 @@ class PortableStep:
         """
         self._validate(q, state, window)
         if selection is not None:
-            return attend_selected(selection, self, self._of_other_rows, q, state, scale)
+            attend_tile = tile_attention(q, state, scale, selection.plan.limits)
+            return attend_selected(selection, self, self._of_other_rows, q, state, scale, attend_tile)
         spec = state.spec
         num_heads, head_dim = q.shape[1:]
         work = self.work(window, Dims(num_heads, spec.num_kv_heads, max(head_dim, spec.v_head_dim)), chunk)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,15 @@ import numpy as np
 
 from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.choice import BackendChoice
+from metal_engine.attention.index_selftest import (
+    SEGMENTS,
+    TOP_K,
+    IndexKind,
+    random_index,
+    select_random,
+    unsupported_index,
+)
+from metal_engine.attention.indexed import KeySelection, SelectionSize
 from metal_engine.attention.kernel_selftest import attend_random, random_state, selftest_steps, shuffled_rows
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
@@ -20,7 +30,7 @@ from metal_engine.device.info import has_tensor_ops
 from metal_engine.doctor.figures import Figure, at_most, not_measured
 from metal_engine.doctor.plan import Plan
 from metal_engine.doctor.references import recurrence as references
-from metal_engine.doctor.references.attention import TOLERANCE, paged_attention
+from metal_engine.doctor.references.attention import TOLERANCE, paged_attention, selected_keys
 from metal_engine.doctor.section_process import Item
 from metal_engine.doctor.sections.common import (
     KERNEL_ERRORS,
@@ -40,6 +50,7 @@ from metal_engine.kv_cache.state import KVState
 from metal_engine.models.alone import open_paged_model
 from metal_engine.models.attention_kinds import attention_kinds
 from metal_engine.models.check import LOGITS_TOLERANCE, check_paged_model
+from metal_engine.models.indexer import index_kind
 from metal_engine.recurrence.metal import MetalRecurrence
 
 _BLOCK_SIZE = 16
@@ -60,6 +71,7 @@ def _measure(plan: Plan, loaded: LoadedModel) -> Iterator[Item]:
     paged = open_paged_model(loaded.model, recurrence)
     kinds = list(dict.fromkeys(attention_kinds(paged)))
     yield "kinds of attention", "; ".join(map(str, kinds)) or "none"
+    index = index_kind(paged.model, paged.pool.states)
     choice = BackendChoice(None)
     if clock is None:
         yield NO_KERNEL
@@ -68,8 +80,11 @@ def _measure(plan: Plan, loaded: LoadedModel) -> Iterator[Item]:
         yield "tensor operations", "on" if metal.has_tensor_ops else "off: this GPU or this macOS lacks them"
         for kind in kinds:
             yield from attention_errors(metal, kind)
+        if index is not None:
+            yield from index_errors(metal, index, kinds)
         choice = BackendChoice(metal if has_metal() else None)
-    backend = choice.for_layers(kinds, _BLOCK_SIZE).backend
+    chosen = choice.for_layers(kinds, _BLOCK_SIZE)
+    backend = (chosen if index is None else choice.for_index(chosen, index, _BLOCK_SIZE)).backend
     try:
         gap, note = check_paged_model(paged, backend, paged.vocab_size, _BLOCK_SIZE), ""
     except UnsupportedModelError as error:
@@ -108,17 +123,50 @@ def attention_errors(metal: MetalBackend, kind: AttentionKind) -> Iterator[Figur
         yield Figure(name, error, promise=promise, note=note, is_simulated=not has_metal())
 
 
-def _error(backend: MetalBackend, kind: AttentionKind, segments: list[tuple[int, int]]) -> float:
+def index_errors(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKind]) -> Iterator[Figure]:
+    """Yield the number of rows for which the index's kernels select wrong keys, and errors of attention to the keys."""
+    name = "rows for which the index selects other keys than in float64"
+    if why := unsupported_index(metal, index, kinds, _BLOCK_SIZE):
+        yield not_measured(name, f"MLX's operations select keys: the kernels do not support {why}")
+        return
+    rows = shuffled_rows(SEGMENTS, _BLOCK_SIZE)
+    queries, keys = random_index(replace(index, size=SelectionSize(TOP_K)), rows)
+    backend, selection, note = metal.splitting(), None, ""
+    assert queries.weights is not None
+    arrays = (queries.queries, queries.weights, keys.arrays["index_keys"])
+    expected = selected_keys(rows, TOP_K, *(np.array(array.astype(mx.float32)) for array in arrays))
+    try:
+        selection = select_random(backend, rows, queries, keys)
+        wrong = float((selection.by_row()[:, 0] != expected).any(axis=1).sum())
+    except KERNEL_ERRORS as failed:
+        wrong, note = failed_kernel(failed)
+    yield Figure(name, wrong, promise=at_most(0, required=True, flag=MLX_FLAG), note=note, is_simulated=not has_metal())
+    for kind in () if wrong else kinds:
+        if kind.spec.latent_dim is not None:
+            name = f"attention to selected keys, {kind}: largest error of a row"
+            promise = at_most(tolerance(TOLERANCE[kind.dtype]), required=True, flag=MLX_FLAG)
+            try:
+                error, note = _error(backend, kind, SEGMENTS, selection), ""
+            except UnsupportedAttentionError:  # reported by attention_errors
+                continue
+            except KERNEL_ERRORS as failed:
+                error, note = failed_kernel(failed)
+            yield Figure(name, error, promise=promise, note=note, is_simulated=not has_metal())
+
+
+def _error(
+    backend: MetalBackend, kind: AttentionKind, segments: list[tuple[int, int]], selection: KeySelection | None = None
+) -> float:
     """Return the largest error of a head's row relative to its norm. NaN counts as infinite."""
     rows = shuffled_rows(segments, _BLOCK_SIZE)
     state = random_state(kind, rows)
-    got = attend_random(backend, kind, rows, state)
-    expected = _reference(kind, rows, state)
+    got = attend_random(backend, kind, rows, state, selection)
+    expected = _reference(kind, rows, state, selection)
     errors = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
     return float(np.nan_to_num(errors, nan=np.inf).max())
 
 
-def _reference(kind: AttentionKind, rows: StepRows, state: KVState) -> np.ndarray:
+def _reference(kind: AttentionKind, rows: StepRows, state: KVState, selection: KeySelection | None) -> np.ndarray:
     """Return attention over the stored K and V in float64, [N, Hq, Dv]."""
     spec = kind.spec
     keys, values = (np.array(array) for array in state.read_tokens(slice(None)))
@@ -135,6 +183,7 @@ def _reference(kind: AttentionKind, rows: StepRows, state: KVState) -> np.ndarra
         rows.seq_lens.tolist(),
         rows.block_table,
         sinks=None if sinks is None else np.array(sinks.astype(mx.float32)),
+        selected=None if selection is None else selection.by_row()[:, 0],
         **attend_options(kind),
     )
 

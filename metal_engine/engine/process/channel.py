@@ -8,11 +8,10 @@ import threading
 from contextlib import suppress
 
 from metal_engine.engine.process.wire import Message, WireError, encode
-from metal_engine.media.limits import MAX_INPUT_BYTES
 
 _LENGTH = struct.Struct("<I")
-# Maximum size of a message. The log probabilities of a prompt take 300 bytes a token. A request may have images, too.
-MAX_MESSAGE_BYTES = (1 << 28) + MAX_INPUT_BYTES
+# Maximum size of a message: log probabilities of a prompt take 300 bytes a token, and one image up to 512 MiB.
+MAX_MESSAGE_BYTES = 1 << 30
 # Unsent bytes beyond which sending blocks, if the channel may block.
 _MAX_UNSENT_BYTES = 1 << 26
 _BUFFER_BYTES = 1 << 20
@@ -50,8 +49,14 @@ class Channel:
         threading.Thread(target=self._write, name="engine-outbox", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Send a message, unless the channel is closed: the receiving thread then finds its end."""
+        """Send a message, unless the channel is closed: the receiving thread then finds its end.
+
+        Raises:
+            WireError: the message is too large. Nothing is sent.
+        """
         data = encode(message)
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise WireError(f"a message of {len(data)} bytes, more than {MAX_MESSAGE_BYTES}")
         frame = _LENGTH.pack(len(data)) + data
         with self._changed:
             if self._stall_seconds is None:

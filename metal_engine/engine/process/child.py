@@ -35,6 +35,7 @@ from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.channel import Channel
 from metal_engine.engine.process.end_with_parent import end_with_parent
+from metal_engine.engine.process.packed_images import InputArrays, unpacked_inputs
 from metal_engine.engine.process.packed_requests import (
     unpacked_phases,
     unpacked_request,
@@ -133,7 +134,9 @@ class EngineChild:
         # Requests that wait for grammars or adapters. The lock is held to add them to the engine, and to end requests.
         self._waiting: set[str] = set()
         self._lock = threading.Lock()
-        self._adapters: dict[int, Future[Adapter]] = {}  # adapters that the server has not released
+        # Adapters and inputs of images that the server has not released.
+        self._adapters: dict[int, Future[Adapter]] = {}
+        self._image_inputs: dict[int, InputArrays] = {}
         self._calls = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="engine-calls")
         self._adapter_calls = ThreadPoolExecutor(1, thread_name_prefix="engine-adapters")  # in order
 
@@ -264,6 +267,8 @@ class EngineChild:
             case wire.Granted():
                 if self._device is not None:
                     self._device.grant()
+            case wire.ImageInputs():
+                self._image_inputs[message.key] = unpacked_inputs(message)
             case wire.Submit():
                 self._waiting.add(message.request_id)
                 self._add_when_made(message)
@@ -286,6 +291,8 @@ class EngineChild:
             case wire.Release():
                 for key in message.adapters:
                     self._adapters.pop(key, None)
+                for key in message.images:
+                    self._image_inputs.pop(key, None)
                 for key in message.grammars:
                     if (held := self._grammars.pop(key, None)) is not None:
                         held.released.set()
@@ -306,7 +313,7 @@ class EngineChild:
             self._waiting.discard(message.request_id)
             self._on_outputs([RequestOutput(message.request_id, finish_reason="error", error=str(error))])
         else:
-            self._add(message, unpacked_request(message, *parts))
+            self._add(message, unpacked_request(message, *parts, self._image_inputs))
 
     def _add(self, message: wire.Submit, prepared: PreparedRequest) -> None:
         so_far = None if message.so_far is None else unpacked_output(message.so_far)

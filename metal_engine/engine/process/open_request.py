@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from metal_engine.engine.process.packed_requests import packed_request
 from metal_engine.engine.process.remote import RemoteGrammar
+from metal_engine.engine.process.remote_images import RemoteImageInputs
 from metal_engine.engine.process.wire import Submit
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
 
@@ -15,6 +17,7 @@ class OpenRequest:
     """Request that the process has not finished, with its output so far.
 
     Attributes:
+        image_inputs: inputs of the request's images in the process.
         num_failures: number of ends of a process that computed the request since its last token.
     """
 
@@ -22,13 +25,16 @@ class OpenRequest:
     seed: int
     options: RequestOptions | None
     so_far: RequestOutput | None
+    image_inputs: Sequence[RemoteImageInputs] = ()
     num_failures: int = 0
 
     def message(self, request_id: str) -> Submit:
         """Return the message that submits the request."""
         grammar = self.prepared.rules.grammar
         key = grammar.message.call if isinstance(grammar, RemoteGrammar) else None
-        return packed_request(request_id, self.prepared, self.seed, self.options, self.so_far, self.num_failures, key)
+        images = {one.content_hash: one.key for one in self.image_inputs}
+        state = self.so_far, self.num_failures
+        return packed_request(request_id, self.prepared, self.seed, self.options, *state, key, images)
 
     def add(self, output: RequestOutput) -> None:
         """Record new tokens."""

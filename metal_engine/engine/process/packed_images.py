@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from metal_engine.engine.process.wire import Array, Image, Images
+from metal_engine.engine.process.wire import Array, Image, ImageInputs, Images, checked
 from metal_engine.images import AxesPositions, PromptImage, PromptImages
 
+InputArrays = Mapping[str, np.ndarray]
 
-def packed_images(images: PromptImages | None) -> Images | None:
-    """Return the images of a prompt as a part of a message."""
+
+def packed_images(images: PromptImages | None, keys: Mapping[bytes, int]) -> Images | None:
+    """Return the images of a prompt as a part of a message.
+
+    Args:
+        keys: map from the images' content hashes to the keys of their inputs.
+    """
     if images is None:
         return None
-    packed: list[Image] = []
-    sent: set[bytes] = set()
-    for image in images.images:
-        inputs = {} if image.content_hash in sent else {name: _packed(array) for name, array in image.inputs.items()}
-        sent.add(image.content_hash)
-        packed.append(Image(image.positions.tobytes(), image.content_hash, inputs, image.sees_itself))
+    packed = [
+        Image(image.positions.tobytes(), image.content_hash, keys[image.content_hash], image.sees_itself)
+        for image in images.images
+    ]
     axes = images.axes
     return Images(packed, None if axes is None else (axes.prompt.tobytes(), axes.delta))
 
 
-def unpacked_images(images: Images | None) -> PromptImages | None:
-    """Return the images of :func:`packed_images`."""
+def unpacked_images(images: Images | None, inputs: Mapping[int, InputArrays]) -> PromptImages | None:
+    """Return the images of :func:`packed_images`.
+
+    Args:
+        inputs: map from keys to inputs.
+    """
     if images is None:
         return None
     unpacked: list[PromptImage] = []
-    received: dict[bytes, dict[str, np.ndarray]] = {}
     for image in images.images:
-        if image.content_hash not in received:
-            received[image.content_hash] = {name: _unpacked(array) for name, array in image.inputs.items()}
         positions = np.frombuffer(image.positions, np.int32)
-        unpacked.append(PromptImage(positions, image.content_hash, received[image.content_hash], image.sees_itself))
+        unpacked.append(PromptImage(positions, image.content_hash, inputs[image.key], image.sees_itself))
     axes = None
     if images.axes is not None:
         prompt, delta = images.axes
@@ -40,9 +47,16 @@ def unpacked_images(images: Images | None) -> PromptImages | None:
     return PromptImages(tuple(unpacked), axes)
 
 
-def _packed(array: np.ndarray) -> Array:
-    return Array(array.dtype.str, list(array.shape), array.tobytes())
+def packed_inputs(key: int, inputs: InputArrays) -> ImageInputs:
+    """Return the message with the inputs of an image."""
+    arrays = {name: Array(one.dtype.str, list(one.shape), one.tobytes()) for name, one in inputs.items()}
+    return ImageInputs(key, arrays)
 
 
-def _unpacked(array: Array) -> np.ndarray:
-    return np.frombuffer(array.data, np.dtype(array.dtype)).reshape(array.shape)
+def unpacked_inputs(message: ImageInputs) -> InputArrays:
+    """Return the inputs of :func:`packed_inputs`. Raises WireError."""
+    with checked():
+        return {
+            name: np.frombuffer(array.data, np.dtype(array.dtype)).reshape(array.shape)
+            for name, array in message.inputs.items()
+        }

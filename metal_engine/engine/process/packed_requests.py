@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from metal_engine.engine.process.packed_images import packed_images, unpacked_images
+from metal_engine.engine.process.packed_images import InputArrays, packed_images, unpacked_images
 from metal_engine.engine.process.packed_results import packed_output
 from metal_engine.engine.process.wire import Rules, Sampling, Submit, checked
 from metal_engine.lora_adapter import Adapter
@@ -57,11 +57,13 @@ def packed_request(
     so_far: RequestOutput | None,
     num_failures: int,
     grammar_key: int | None,
+    image_keys: Mapping[bytes, int],
 ) -> Submit:
     """Return the message that submits a request. Its fields are those of ``EngineThread.submit``.
 
     Args:
         grammar_key: key of the request's grammar.
+        image_keys: map from content hashes of the request's images to the keys of their inputs.
     """
     rules = prepared.rules
     if options is not None:
@@ -88,14 +90,20 @@ def packed_request(
         num_lasting_tokens=prepared.num_lasting_tokens,
         num_instruction_tokens=prepared.num_instruction_tokens,
         adapter=None if prepared.adapter is None else prepared.adapter.slot,
-        images=packed_images(prepared.images),
+        images=packed_images(prepared.images, image_keys),
         so_far=None if so_far is None else packed_output(so_far),
         num_failures=num_failures,
     )
 
 
-def unpacked_request(message: Submit, grammar: Grammar | None, adapter: Adapter | None) -> PreparedRequest:
-    """Return the request of a message. Raises WireError."""
+def unpacked_request(
+    message: Submit, grammar: Grammar | None, adapter: Adapter | None, image_inputs: Mapping[int, InputArrays]
+) -> PreparedRequest:
+    """Return the request of a message. Raises WireError.
+
+    Args:
+        image_inputs: map from keys to the inputs of images.
+    """
     rules = message.rules
     with checked():
         return PreparedRequest(
@@ -117,7 +125,7 @@ def unpacked_request(message: Submit, grammar: Grammar | None, adapter: Adapter 
             num_lasting_tokens=message.num_lasting_tokens,
             num_instruction_tokens=message.num_instruction_tokens,
             adapter=adapter,
-            images=unpacked_images(message.images),
+            images=unpacked_images(message.images, image_inputs),
         )
 
 

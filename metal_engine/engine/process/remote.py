@@ -1,7 +1,7 @@
 """Server side of the parts of an engine in another process: its calls, grammars and frames.
 
-The process holds a grammar or an adapter until the server releases it. The server may drop its last reference in any
-thread, so the release is sent with the next message.
+The process holds a grammar, an adapter or the inputs of an image until the server releases it. The server may drop its
+last reference in any thread, so the release is sent with the next message.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Calls:
         self.grammars: weakref.WeakSet[RemoteGrammar] = weakref.WeakSet()
         self.dropped_grammars: deque[int] = deque()
         self.dropped_adapters: deque[int] = deque()
+        self.dropped_images: deque[int] = deque()
 
     def begin(self, message: wire.Call) -> Future[wire.Reply]:
         """Number a call and send it. Return the future of its reply."""
@@ -89,7 +90,7 @@ class Calls:
 
     def release(self) -> None:
         """Release the dropped objects in the process. Later messages do not name them."""
-        dropped = self.dropped_grammars, self.dropped_adapters
+        dropped = self.dropped_grammars, self.dropped_adapters, self.dropped_images
         if any(dropped):
             keys = [[one.popleft() for _ in range(len(one))] for one in dropped]
             self.send(wire.Release(*keys))

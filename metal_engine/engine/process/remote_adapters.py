@@ -86,7 +86,7 @@ class RemoteAdapters:
             loaded: adapters that the new process has loaded at its start.
         """
         self._calls.dropped_adapters.clear()
-        send(wire.Release([], [-one.slot for one in loaded]))
+        send(wire.Release([], [-one.slot for one in loaded], []))
         held, current = dict(self._held), self.adapters
         wanted = {message.fingerprint for message in held.values()}
         for one in loaded:

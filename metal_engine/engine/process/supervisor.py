@@ -21,6 +21,7 @@ from metal_engine.engine.process.open_request import OpenRequest
 from metal_engine.engine.process.packed_results import MetricsTotals, unpacked_output
 from metal_engine.engine.process.remote import Calls, RemoteEngine, RemoteGrammars, RemoteWatch
 from metal_engine.engine.process.remote_adapters import RemoteAdapters
+from metal_engine.engine.process.remote_images import RemoteImages
 from metal_engine.engine.process.spawner import Spawner
 from metal_engine.engine.step_observer import FrameSink
 from metal_engine.engine.transport import EndSink, EngineDeadError, OutputSink
@@ -70,6 +71,7 @@ class EngineSupervisor:
         self._is_up = False
         self._is_shutting_down = False
         self._calls = Calls(self._send, self._lock)
+        self._images = RemoteImages(self._calls)
         self._engine: RemoteEngine | None = None
         self._metrics = EngineMetrics()
         self._totals = MetricsTotals(self._metrics)
@@ -126,10 +128,10 @@ class EngineSupervisor:
         so_far: RequestOutput | None = None,
     ) -> None:
         """Queue one output of a request. See :meth:`metal_engine.engine.engine_thread.EngineThread.submit`."""
-        opened = OpenRequest(prepared, seed, options, None)
-        if so_far is not None:
-            opened.add(so_far)
         with self._lock:
+            opened = OpenRequest(prepared, seed, options, None, self._images.inputs_of(prepared.images))
+            if so_far is not None:
+                opened.add(so_far)
             self._send(opened.message(request_id))
             self._open[request_id] = opened
             self._calls.release()
@@ -234,7 +236,7 @@ class EngineSupervisor:
             self._computing.clear()
             if engine.adapters is not None:
                 engine.adapters.restore(ready.adapters or [], process.send)
-            for message in self._calls.messages():
+            for message in (*self._calls.messages(), *self._images.messages()):
                 process.send(message)
             for request_id, opened in list(self._open.items()):
                 if opened.num_failures >= MAX_FAILURES:
@@ -278,6 +280,8 @@ class EngineSupervisor:
             case wire.Numbers():
                 self._follow(message.stats)
                 self._totals.update(message.metrics)
+                with self._lock, suppress(EngineDeadError):
+                    self._calls.release()
             case wire.Computing():
                 self._computing.append(message.request_ids)
             case wire.Reply():

@@ -87,14 +87,11 @@ class Array(Part):
 
 
 class Image(Part):
-    """:class:`metal_engine.images.PromptImage`. ``positions`` are int32.
-
-    Only the first image of a prompt with a content hash has inputs.
-    """
+    """:class:`metal_engine.images.PromptImage`. ``positions`` are int32. ``key`` names its :class:`ImageInputs`."""
 
     positions: bytes
     content_hash: bytes
-    inputs: dict[str, Array]
+    key: int
     sees_itself: SeesItself
 
 
@@ -193,6 +190,13 @@ class Submit(Message):
     num_failures: int
 
 
+class ImageInputs(Message):
+    """Inputs of the encoder for an image. Later requests name them by their key, until the server releases it."""
+
+    key: int
+    inputs: dict[str, Array]
+
+
 class End(Message):
     request_id: str
     finish_reason: str
@@ -238,10 +242,11 @@ class UnloadAdapter(Message):
 
 
 class Release(Message):
-    """Releases grammars and adapters by key, made or in the making."""
+    """Releases grammars, adapters and inputs of images by key. They may still be in the making."""
 
     grammars: list[int]
     adapters: list[int]
+    images: list[int]
 
 
 class ReleaseMemory(Message):
@@ -330,6 +335,7 @@ ToEngine = (
     Start
     | Build
     | Granted
+    | ImageInputs
     | Submit
     | End
     | Watch

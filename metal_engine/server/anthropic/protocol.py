@@ -282,13 +282,14 @@ def _content(blocks: list[tuple[dict[str, Any], str]]) -> str | list[Part]:
 
 def _image(source: Any, place: str) -> ImageURL:
     if not isinstance(source, dict):
-        raise ValueError("an image needs a source")
-    kind = source["type"]
+        raise invalid(": an image needs a source", where=place)
+    kind = source.get("type")
     if kind not in ("base64", "url"):
-        raise ValueError(f"images of type {short(kind)} are not supported; send base64 or url")
+        problem = f": images of type {short(kind)} are not supported; send base64 or url"
+        raise invalid(problem, where=place)
     field = "data" if kind == "base64" else "url"
-    if not isinstance(source[field], str):
-        raise ValueError(f"an image's {field} must be a string")
+    if not isinstance(source.get(field), str):
+        raise invalid(" must be a string", where=f"{place}.{field}")
     return ImageURL.placed(source[field], f"{place}.{field}", is_base64=kind == "base64")
 
 

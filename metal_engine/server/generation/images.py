@@ -35,7 +35,7 @@ async def load_images(served: ServedModel, sources: Sequence[ImageSource], num_b
 
     def decode(files: list[bytes]) -> list[LoadedImage]:
         with _errors_as_api_errors(sources):
-            return processing.decode(files, details, wants_inputs=True, max_tokens=max_tokens)
+            return processing.decode(files, details, max_tokens=max_tokens)
 
     files = await _read(served, processing, sources, num_bytes)
     return await served.workers.run(Weight.COMPILING, decode, files)
@@ -52,7 +52,7 @@ async def with_image_tokens(
 
     def insert(files: list[bytes]) -> list[int]:
         with _errors_as_api_errors(sources):
-            images = processing.decode(files, details, wants_inputs=False, max_tokens=0)
+            images = processing.decode(files, details, max_tokens=0)
             return processing.insert(token_ids, images)[0]
 
     files = await _read(served, processing, sources, num_bytes)

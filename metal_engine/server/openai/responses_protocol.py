@@ -297,10 +297,13 @@ def _content(content: Any, place: str) -> Any:
         if part["type"] != _IMAGE:
             parts.append({"type": "text", "text": _text([part])})
             continue
-        url = part.get("image_url")
+        url, detail = part.get("image_url"), part.get("detail")
         if not isinstance(url, str):
-            raise ValueError("an input_image needs image_url, a string; file_id is not supported")
-        image = ImageURL.placed(url, f"{place}[{i}].image_url", part.get("detail"))
+            problem = " must be a string: an input_image needs it, and file_id is not supported"
+            raise invalid(problem, where=f"{place}[{i}].image_url")
+        if not isinstance(detail, str | None):
+            raise invalid(" must be a string", where=f"{place}[{i}].detail")
+        image = ImageURL.placed(url, f"{place}[{i}].image_url", detail)
         parts.append({"type": "image_url", "image_url": image})
     return parts
 

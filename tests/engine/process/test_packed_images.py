@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
 from metal_engine.engine.process import wire
+from metal_engine.engine.process.channel import MAX_MESSAGE_BYTES
+from metal_engine.engine.process.packed_images import packed_inputs, unpacked_inputs
 from metal_engine.engine.process.packed_requests import packed_request, unpacked_request
+from metal_engine.engine.process.remote import Calls
+from metal_engine.engine.process.remote_images import RemoteImages
 from metal_engine.images import AxesPositions, PromptImage, PromptImages
+from metal_engine.media.limits import MAX_INPUT_BYTES
 from metal_engine.request import PreparedRequest
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.token_rules import NO_RULES
@@ -23,7 +29,15 @@ from tests.support.vision import golden, tiny_vision, vision_prompt
 
 def submitted(images: PromptImages | None) -> Any:
     prepared = PreparedRequest([1] * 9, SamplingParams(), 4, NO_RULES, images=images)
-    return wire.decode_to_engine(wire.encode(packed_request("r", prepared, 0, None, None, 0, None)))
+    keys = {b"\x00\xffhash": 5, b"b": 7}
+    return wire.decode_to_engine(wire.encode(packed_request("r", prepared, 0, None, None, 0, None, keys)))
+
+
+def sent_inputs(images: PromptImages) -> dict[int, Any]:
+    """Return the inputs of two images as the process receives them."""
+    messages = [wire.encode(packed_inputs(key, one.inputs)) for key, one in zip((5, 7), images.images, strict=True)]
+    received: list[Any] = [wire.decode_to_engine(message) for message in messages]
+    return {message.key: unpacked_inputs(message) for message in received}
 
 
 def some_images() -> PromptImages:
@@ -39,7 +53,7 @@ def some_images() -> PromptImages:
 
 def test_round_trip() -> None:
     images = some_images()
-    found = unpacked_request(submitted(images), None, None).images
+    found = unpacked_request(submitted(images), None, None, sent_inputs(images)).images
     assert found is not None and found.axes is not None and images.axes is not None
     assert found.axes.delta == -3 and (found.axes.prompt == images.axes.prompt).all()
     for ours, theirs in zip(images.images, found.images, strict=True):
@@ -50,28 +64,40 @@ def test_round_trip() -> None:
             assert theirs.inputs[name].dtype == array.dtype and theirs.inputs[name].tolist() == array.tolist(), name
 
 
-def test_inputs_of_equal_images_are_sent_once() -> None:
-    image = some_images().images[0]
-    other = PromptImage(np.array([5, 6, 7], np.int32), image.content_hash, image.inputs)
-    message = submitted(PromptImages((image, other)))
-    assert [len(one.inputs) for one in message.images.images] == [3, 0]
-    found = unpacked_request(message, None, None).images
-    assert found is not None and found.images[1].inputs is found.images[0].inputs
-
-
 def test_prompts_without_images_or_axes() -> None:
-    assert unpacked_request(submitted(None), None, None).images is None
-    found = unpacked_request(submitted(PromptImages(some_images().images)), None, None).images
+    assert unpacked_request(submitted(None), None, None, {}).images is None
+    images = some_images()
+    found = unpacked_request(submitted(PromptImages(images.images)), None, None, sent_inputs(images)).images
     assert found is not None and found.axes is None
 
 
 @pytest.mark.parametrize("field", ["dtype", "shape", "data"])
 def test_a_broken_array_is_an_error_of_the_wire(field: str) -> None:
-    message = submitted(some_images())
-    array = message.images.images[0].inputs["pixel_values"]
+    message = packed_inputs(5, some_images().images[0].inputs)
+    array = message.inputs["pixel_values"]
     setattr(array, field, {"dtype": "no type", "shape": [5, 7], "data": b"abc"}[field])
     with pytest.raises(wire.WireError):
-        unpacked_request(message, None, None)
+        unpacked_inputs(message)
+
+
+def test_requests_share_the_inputs_of_equal_images_until_the_last_has_ended() -> None:
+    """Each message has one image, so that many images of a request do not exceed the size of a message."""
+    assert MAX_INPUT_BYTES < MAX_MESSAGE_BYTES
+    sent: list[Any] = []
+    calls = Calls(sent.append, threading.RLock())
+    remote, images = RemoteImages(calls), some_images()
+    held = [remote.inputs_of(images) for _ in range(3)]
+    assert [message.key for message in sent] == [0, 1] and [one.key for one in held[2]] == [0, 1]
+    assert [message.key for message in remote.messages()] == [0, 1]
+    sent.clear()
+    for _ in range(3):
+        calls.release()
+        assert not sent
+        held.pop()
+    calls.release()
+    (released,) = sent
+    assert sorted(released.images) == [0, 1] and not remote.messages()
+    assert [one.key for one in remote.inputs_of(images)] == [2, 3]
 
 
 def test_an_engine_in_a_process_of_its_own_gets_images() -> None:

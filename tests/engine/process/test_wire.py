@@ -189,13 +189,13 @@ def from_engine(message: wire.Message) -> Any:
 def test_requests(
     prepared: PreparedRequest, seed: int, options: RequestOptions | None, so_far: RequestOutput | None
 ) -> None:
-    message = to_engine(packed_request("r#1", prepared, seed, options, so_far, 2, 7))
+    message = to_engine(packed_request("r#1", prepared, seed, options, so_far, 2, 7, {}))
     assert (message.request_id, message.seed, message.options) == ("r#1", seed, options)
     assert (message.rules.grammar, message.num_failures) == (7, 2)
     assert message.adapter == (None if prepared.adapter is None else prepared.adapter.slot)
     assert (None if so_far is None else unpacked_output(message.so_far)) == so_far
     grammar: Any = object()
-    found = unpacked_request(message, grammar, prepared.adapter)
+    found = unpacked_request(message, grammar, prepared.adapter, {})
     assert found.rules.grammar is grammar
     for field in fields(PreparedRequest):
         if field.name not in ("params", "rules", "stop_automaton"):
@@ -215,8 +215,8 @@ def test_requests(
 def test_numbers_beyond_msgpack_are_cut_without_a_difference() -> None:
     params = SamplingParams(top_k=10**30, stop_token_ids=[5, 10**30])
     prepared = PreparedRequest([1], params, 1, TokenRules())
-    message = to_engine(packed_request("r", prepared, 0, RequestOptions(priority=-(10**30)), None, 0, None))
-    found = unpacked_request(message, None, None)
+    message = to_engine(packed_request("r", prepared, 0, RequestOptions(priority=-(10**30)), None, 0, None, {}))
+    found = unpacked_request(message, None, None, {})
     assert found.params.top_k >= 2**31 - 1 and found.params.stop_token_ids == (5,)
     assert message.options.priority < -(2**62)
 
@@ -396,7 +396,7 @@ def test_damaged_messages_raise_nothing_else(data: st.DataObject) -> None:
     metrics = EngineMetrics()
     stats = SchedulerStats(1, 2, 3, 4, 5, 6)
     for message in (
-        packed_request("r#1", prepared, 1, None, None, 0, None),
+        packed_request("r#1", prepared, 1, None, None, 0, None, {}),
         wire.Outputs([packed_output(output)], stats),
         wire.Numbers(stats, packed_metrics(metrics)),
         wire.Reply(1, error=packed_error(ValueError("x"))),
@@ -407,7 +407,7 @@ def test_damaged_messages_raise_nothing_else(data: st.DataObject) -> None:
         try:
             if isinstance(message, wire.Submit):
                 if isinstance(found := wire.decode_to_engine(bytes(encoded)), wire.Submit):
-                    unpacked_request(found, None, None)
+                    unpacked_request(found, None, None, {})
                 continue
             match wire.decode_from_engine(bytes(encoded)):
                 case wire.Outputs(outputs=outputs):

@@ -70,7 +70,8 @@ def page(rows: Sequence[Row], found: Packages) -> str:
         lines = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)]]
         for row in of_kernel:
             for generation in row.made if row in differ else list(row.made)[:1] or [0]:
-                name = f"{row.dtype}: {row.label}" + (f", M{generation - 12}" if row in differ else "")
+                shape = f"{row.dtype}: {row.label}" if row.dtype else row.label
+                name = shape + (f", M{generation - 12}" if row in differ else "")
                 lines.append([name, *cells(row, generation)])
         unique = dict.fromkeys("| " + " | ".join(line) + " |" for line in lines)
         parts.append(f"## {title}\n\n" + "\n".join(unique) + "\n")
