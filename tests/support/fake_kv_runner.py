@@ -692,8 +692,9 @@ class SchedulerHarness:
         bound = (alone + num_again) * self.depth + self.depth + 4
         if any(t.request.images is not None for t in self.live):
             bound *= 2  # the first request may wait for the features of a request that is then preempted
-        if self._has_images:  # decodes go before a prompt that waits for features, and may be preempted after it
-            bound *= 3
+        # Decodes go before a prompt that waits for features. In few blocks, they are preempted after it, again and again.
+        if self._has_images:
+            bound *= 10
         steps = num_waits = 0
         while self.live and not (until is not None and until()):
             plan = self.step()
