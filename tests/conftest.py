@@ -102,6 +102,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure at once: the summary is missing from the log of a run that is stopped."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        last = report.longreprtext.strip().rpartition("\n")[2]
+        print(f"\nfailed: {report.nodeid}: {last[:300]}", flush=True)
+
+
 def pytest_collection_finish() -> None:
     """Exclude imported modules and collected tests from garbage collection, which would scan them again and again."""
     gc.collect()

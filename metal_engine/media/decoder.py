@@ -83,8 +83,8 @@ class ImageDecoder:
         Args:
             files: contents of image files.
             details: ``high`` or ``low`` for each file.
-            max_tokens: maximum number of tokens of all images together. Of the image that exceeds it and of the images
-                after it, only the headers are read. 0: read all headers only.
+            max_tokens: maximum number of tokens of all images together. Images beyond it are not decoded: only their
+                headers are read. 0: read all headers only.
 
         Raises:
             ImageError: an image cannot be used.

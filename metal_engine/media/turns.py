@@ -27,7 +27,7 @@ class Turns:
         self._num_free = num_at_once
         # Used time, order of arrival, and True for requests without an earlier turn; sorted.
         self._waiting: list[tuple[float, int, bool]] = []
-        self._begun = 0.0  # time of the request that has begun a turn last
+        self._begun = 0.0  # time of the request with the latest turn
         self._arrivals = itertools.count()
         self._changed = threading.Condition()
 

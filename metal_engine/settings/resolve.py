@@ -176,10 +176,11 @@ def too_small_for_images(
     """Return the reason why the settings leave no room for any image; None if there is room.
 
     Args:
-        model: facts about the model; None if they are not known. Then the room in a step is not checked.
+        model: facts about the model. None: the room in a step is not checked.
 
     Raises:
-        ConfigError: as :func:`resolve_config`, or no image has as few tokens as ``--max-num-encoder-tokens``.
+        ConfigError: ``--max-num-encoder-tokens`` is less than the tokens of the smallest image, or a setting is refused
+            as in :func:`resolve_config`.
     """
     least = vision.least_image_tokens
     most = args.max_num_encoder_tokens

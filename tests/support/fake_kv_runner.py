@@ -692,8 +692,13 @@ class SchedulerHarness:
         bound = (alone + num_again) * self.depth + self.depth + 4
         if any(t.request.images is not None for t in self.live):
             bound *= 2  # the first request may wait for the features of a request that is then preempted
-        if self._has_images:  # decodes go before a prompt that waits for features, and may be preempted after it
-            bound *= 3
+        # Decodes go before prompts: before one that waits for features, and before all in a small budget. If blocks run
+        # out, they are preempted after that, and compute their tokens again. The bound then only finds endless runs.
+        is_small = (
+            self.config.max_num_partial_prefills > 1 and self.config.max_num_batched_tokens < self.config.max_num_seqs
+        )
+        if self._has_images or is_small:
+            bound *= 10
         steps = num_waits = 0
         while self.live and not (until is not None and until()):
             plan = self.step()

@@ -149,7 +149,10 @@ def running(
     log = Path(log_path)
     with open(descriptor, "wb") as output:
         # A new session, so that the child processes are killed together with the server.
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        # In `root`: Python looks for the modules of the engine's process in the current folder first.
+        process = subprocess.Popen(
+            command, cwd=root, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_up(name, process, url, log)

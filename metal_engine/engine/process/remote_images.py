@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from metal_engine.engine.process.packed_images import InputArrays, packed_inputs
@@ -39,7 +40,7 @@ class RemoteImages:
         self._by_hash: weakref.WeakValueDictionary[bytes, RemoteImageInputs] = weakref.WeakValueDictionary()
 
     def inputs_of(self, images: PromptImages | None) -> tuple[RemoteImageInputs, ...]:
-        """Return the inputs of a request's images, and send those that the process does not have."""
+        """Return the inputs of a request's images. Inputs that no other request uses are sent to the process."""
         found: dict[bytes, RemoteImageInputs] = {}
         for image in () if images is None else images.images:
             if image.content_hash in found:
@@ -53,6 +54,7 @@ class RemoteImages:
             found[image.content_hash] = inputs
         return tuple(found.values())
 
-    def messages(self) -> list[ImageInputs]:
-        """Return the messages that a new process needs."""
-        return [inputs.message for inputs in list(self._by_hash.values())]
+    def messages(self) -> Iterator[ImageInputs]:
+        """Yield the messages that a new process needs. Each has a copy of an image's inputs."""
+        for inputs in list(self._by_hash.values()):
+            yield inputs.message

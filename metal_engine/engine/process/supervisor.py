@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -236,7 +237,7 @@ class EngineSupervisor:
             self._computing.clear()
             if engine.adapters is not None:
                 engine.adapters.restore(ready.adapters or [], process.send)
-            for message in (*self._calls.messages(), *self._images.messages()):
+            for message in itertools.chain(self._calls.messages(), self._images.messages()):
                 process.send(message)
             for request_id, opened in list(self._open.items()):
                 if opened.num_failures >= MAX_FAILURES:

@@ -242,7 +242,7 @@ class UnloadAdapter(Message):
 
 
 class Release(Message):
-    """Releases grammars, adapters and inputs of images by key. They may still be in the making."""
+    """Releases grammars, adapters and inputs of images by key, even while a grammar or an adapter is being made."""
 
     grammars: list[int]
     adapters: list[int]

@@ -96,7 +96,7 @@ def test_requests_share_the_inputs_of_equal_images_until_the_last_has_ended() ->
         held.pop()
     calls.release()
     (released,) = sent
-    assert sorted(released.images) == [0, 1] and not remote.messages()
+    assert sorted(released.images) == [0, 1] and not list(remote.messages())
     assert [one.key for one in remote.inputs_of(images)] == [2, 3]
 
 
