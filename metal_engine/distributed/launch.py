@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import IO
 
 from metal_engine.distributed.rendezvous import Watched
 from metal_engine.errors import ConfigError
+from metal_engine.python_process import PYTHON, python_environment
 from metal_engine.settings.args import EngineArgs
 
 RANK, HOSTFILE, COORDINATOR = "MLX_RANK", "MLX_HOSTFILE", "MLX_JACCL_COORDINATOR"
@@ -158,10 +158,10 @@ def start_local_ranks(args: EngineArgs) -> LocalRanks:
     for rank in range(1, args.num_ranks):
         end, held = os.pipe()
         process = subprocess.Popen(
-            [sys.executable, "-m", _PROGRAM],
+            [*PYTHON, "-m", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=2,  # stderr: the stdout of this process may contain data
-            env=os.environ | {RANK: str(rank)},
+            env=python_environment() | {RANK: str(rank)},
             pass_fds=[held],  # the child keeps it open until it ends, without using it
             text=True,
         )

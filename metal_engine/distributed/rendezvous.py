@@ -23,6 +23,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from metal_engine.python_process import PYTHON, python_environment
+
 _MODULE = "metal_engine.distributed.rendezvous"
 # Written by a watched process that has joined. If its pipe is closed without it, the process was lost.
 _JOINED = b"."
@@ -67,15 +69,14 @@ def monitored_rendezvous(name: str, others: Sequence[Watched], seconds: float, l
     watched = [Watched(name, os.getpid(), 0), *others]
     listed = [asdict(one) for one in watched]
     parameters = json.dumps({"watched": listed, "seconds": seconds, "leftover": str(leftover or "")})
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     with ended_by_hang_up():
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, parameters],
+                [*PYTHON, "-m", _MODULE, parameters],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                env=environment,
+                env=python_environment(),
                 pass_fds=[one.life_line for one in others],
             )
         finally:

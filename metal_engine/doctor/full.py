@@ -19,6 +19,7 @@ from metal_engine.checkpoints.names import DEMO_MODEL, is_local
 from metal_engine.doctor.figures import SectionResult
 from metal_engine.doctor.plan import SECTIONS, Plan, Section
 from metal_engine.doctor.report import summary, write_report
+from metal_engine.python_process import PYTHON, python_environment
 
 # Shortest time that is worth starting a section.
 _LEAST_SECONDS = 10.0
@@ -44,7 +45,7 @@ def fetch_models(models: Sequence[str]) -> None:
     """
     for model in models:
         if model == DEMO_MODEL or not is_local(model):
-            subprocess.run([sys.executable, "-m", "metal_engine", "pull", model])
+            subprocess.run([*PYTHON, "-m", "metal_engine", "pull", model], env=python_environment())
 
 
 def run_full(
@@ -94,9 +95,16 @@ def _run(section: Section, model: str, plan: Plan, seconds: float) -> SectionRes
         path = Path(folder, "items.jsonl")
         path.touch()
         given = {"module": section.module, "plan": asdict(plan), "model": model, "path": str(path)}
-        command = [sys.executable, "-m", "metal_engine.doctor.section_process"]
+        command = [*PYTHON, "-m", "metal_engine.doctor.section_process"]
         try:
-            done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=seconds)
+            done = subprocess.run(
+                command,
+                input=json.dumps(given),
+                env=python_environment(),
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+            )
             error = "" if done.returncode == 0 else _describe_end(done.returncode, done.stderr)
         except subprocess.TimeoutExpired:
             error = f"not finished after {seconds:.0f} s"

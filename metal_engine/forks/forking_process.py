@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -15,6 +13,7 @@ from collections.abc import Sequence
 
 from metal_engine.cancellation import check_cancelled
 from metal_engine.forks.channel import BUFFER_BYTES, LENGTH, framed
+from metal_engine.python_process import PYTHON, python_environment
 
 # Interval at which a waiting request checks for cancellation.
 _POLL_MILLISECONDS = 20
@@ -125,16 +124,15 @@ class ForkingProcess:
     def _start(self) -> None:
         self.close()
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         try:
             with theirs:
                 # Starts a new interpreter: a fork would inherit the locks of other threads, and MLX.
                 process = subprocess.Popen(
-                    [sys.executable, "-m", self._module, str(theirs.fileno())],
+                    [*PYTHON, "-m", self._module, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
-                    env=environment,
+                    env=python_environment(),
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # a terminal's interrupt must not reach this process
                 )

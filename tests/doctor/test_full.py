@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -189,7 +188,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     package.mkdir()
     code = "import metal_engine.doctor.sections as s\ns.__path__.append(" + repr(str(package)) + ")\n"
     (package / "sitecustomize.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(package)
     yield package / "planted.py"
 
 
@@ -263,7 +262,7 @@ def test_virtual_macs_and_linux_have_shorter_plans(
 
 def test_models_on_the_hub_are_downloaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pulled: list[str] = []
-    monkeypatch.setattr(full.subprocess, "run", lambda command: pulled.append(command[-1]))
+    monkeypatch.setattr(full.subprocess, "run", lambda command, env: pulled.append(command[-1]))
     full.fetch_models(["demo", "owner/name", str(tmp_path), "./model.gguf"])
     assert pulled == ["demo", "owner/name"]
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,6 +16,7 @@ from metal_engine.engine.process.channel import Channel
 from metal_engine.engine.process.error_output import ErrorOutput
 from metal_engine.engine.process.packed_results import unpacked_error
 from metal_engine.errors import ModelLoadError
+from metal_engine.python_process import PYTHON, python_environment
 from metal_engine.settings.config import DeviceInfo
 
 logger = logging.getLogger(__name__)
@@ -46,14 +45,13 @@ class EngineProcess:
         self._reason = ""  # reason that the process has given for its end
         self._errors = ErrorOutput()
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         try:
             with theirs:
                 self.popen = subprocess.Popen(
-                    [sys.executable, "-m", module, str(theirs.fileno())],
+                    [*PYTHON, "-m", module, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stderr=self._errors.descriptor,
-                    env=environment,
+                    env=python_environment(),
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # a terminal's interrupt must not reach this process
                 )
