@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from metal_engine.settings.multi_model import RegistryArgs
 
 if TYPE_CHECKING:
     from metal_engine.engine.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="metal-engine",
@@ -121,10 +124,15 @@ def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
 
     A launcher starts each rank only once, so rank 0 then cannot be replaced by a new process.
     """
-    if server_args.engine_process and not (args.num_ranks > 1 and launched_rank() is not None):
+    is_launched = args.num_ranks > 1 and launched_rank() is not None
+    if server_args.engine_process and not is_launched:
         from metal_engine.cli.engine_worker import launch_engine
 
         return launch_engine(args, server_args)
+    if is_launched:
+        logger.info(
+            "the launcher must restart all %d ranks if one ends: this server does not replace them", args.num_ranks
+        )
     from metal_engine.build import build_engine
     from metal_engine.engine.engine_thread import EngineThread
 

@@ -27,7 +27,6 @@ from metal_engine.token_rules import NO_RULES, TokenRules
 
 # Sampling parameters of pooling requests: they produce one result where other requests produce a first token.
 _POOLING = SamplingParams(max_tokens=1, temperature=0.0)
-_IDS_AT_ONCE = 1 << 16  # token ids validated in one call, which holds the GIL for 3 ms
 
 # Maximum size of a prompt's encoder inputs. The request holds them until its end, and a message carries them to the
 # engine's process.
@@ -250,7 +249,5 @@ class RequestPreparer:
 
     def _check_token_ids(self, prompt: list[int]) -> None:
         vocab_size = self._config.model.vocab_size
-        for start in range(0, len(prompt), _IDS_AT_ONCE):
-            ids = prompt[start : start + _IDS_AT_ONCE]
-            if not 0 <= min(ids) <= max(ids) < vocab_size:
-                raise ParameterError("prompt", f"has token ids outside the vocabulary of {vocab_size}")
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise ParameterError("prompt", f"has token ids outside the vocabulary of {vocab_size}")

@@ -14,9 +14,6 @@ from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.text.tokenizer import Tokenizer
 from metal_engine.token_rules import Grammar, TokenRules
 
-# Token ids converted in one call, which holds the GIL for 2 ms.
-_IDS_AT_ONCE = 1 << 16
-
 
 class GrammarMaker(Protocol):
     """Factory of the grammars of outputs. Thread-safe."""
@@ -140,10 +137,9 @@ class TokenRulesMaker:
         if params.allowed_token_ids is None:
             return None
         allowed = np.zeros(-(-self._vocab_size // 32) * 32, bool)
-        for start in range(0, len(params.allowed_token_ids), _IDS_AT_ONCE):
-            ids = params.allowed_token_ids[start : start + _IDS_AT_ONCE]
-            self._check_token_id("allowed_token_ids", max(ids))  # before the conversion, which could overflow int32
-            allowed[np.array(ids, np.int32)] = True
+        # Before the conversion, which could overflow int32.
+        self._check_token_id("allowed_token_ids", max(params.allowed_token_ids, default=0))
+        allowed[np.array(params.allowed_token_ids, np.int32)] = True
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def _bad_words(self, params: SamplingParams) -> dict[tuple[int, ...], list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
@@ -147,10 +146,9 @@ class StatePool:
             self.allocate(*self._size)
 
     def release(self) -> None:
-        """Drop all arrays, layer by layer: freeing gigabytes holds the GIL, which other threads need in between."""
-        for state in reversed(self.states):
+        """Drop all arrays."""
+        for state in self.states:
             state.release()
-            time.sleep(0.001)
 
     @property
     def has_tokens(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from pydantic import BaseModel
 
@@ -39,15 +39,6 @@ class JSONParts:
             assert found, "a part has no place in the answer"
             pieces += [before, json]
         return b"".join([*pieces, rest])
-
-
-_IDS_AT_ONCE = 1 << 16  # token ids serialized in one call: 5 ms
-
-
-def ids_json(ids: Sequence[int]) -> bytes:
-    """Serialize token ids as a JSON array, in pieces."""
-    parts = (ids[start : start + _IDS_AT_ONCE] for start in range(0, len(ids), _IDS_AT_ONCE))
-    return b"[" + b",".join(",".join(map(str, part)).encode("ascii") for part in parts) + b"]"
 
 
 def array(slices: Iterable[bytes]) -> bytes:

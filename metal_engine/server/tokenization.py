@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import SkipJsonSchema
@@ -16,7 +13,7 @@ from metal_engine.server.errors import invalid, invalid_prompt, model_not_loaded
 from metal_engine.server.generation.images import with_image_tokens
 from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import ServedModel
-from metal_engine.server.json_parts import JSONParts, Placeholder, array
+from metal_engine.server.json_parts import JSONParts, Placeholder
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, LongList, RequestModel
 from metal_engine.server.workers import Weight
@@ -24,7 +21,6 @@ from metal_engine.server.workers import Weight
 # Maximum number of tokens whose texts a client may request. Each is a separate string and can have a hundred
 # characters.
 MAX_TEXTS = 1 << 18
-_AT_ONCE = 1 << 15
 
 
 class TokenizeBody(RequestModel):
@@ -140,16 +136,10 @@ def _answer(served: ServedModel, body: TokenizeBody, tokens: list[int]) -> bytes
     answer = Tokens(
         count=len(tokens),
         max_model_len=served.engine.config.scheduler.max_model_len,
-        tokens=parts.add(_array(tokens)),
-        token_strs=None if strs is None else parts.add(_array(strs)),
+        tokens=parts.add(to_json(tokens)),
+        token_strs=None if strs is None else parts.add(to_json(strs)),
     )
     return parts.encode(answer)
-
-
-def _array(values: Sequence[Any]) -> bytes:
-    """Serialize a JSON array in pieces of 3 ms."""
-    starts = range(0, len(values), _AT_ONCE)
-    return array(to_json(values[start : start + _AT_ONCE]) for start in starts)
 
 
 def _detokenized(served: ServedModel, body: DetokenizeBody) -> Text:

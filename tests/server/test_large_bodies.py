@@ -1,4 +1,4 @@
-"""Large bodies are parsed like small ones and delay neither the event loop nor the engine's steps."""
+"""Large bodies are parsed like small ones, within limits, and do not delay the event loop."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.server import large_bodies
+from metal_engine.server import large_bodies, workers
 from metal_engine.server.anthropic.protocol import MessagesBody
 from metal_engine.server.large_bodies import (
     MAX_CONTAINERS,
-    MAX_INTEGERS,
     MAX_MEMBERS,
+    MAX_STRINGS,
     MAX_TEXT_BYTES,
     MAX_VALUES,
+    ContentLimits,
     TooComplexError,
-    is_large,
 )
 from metal_engine.server.openai.responses_protocol import ResponsesBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.server.tokenization import DetokenizeBody, TokenizeBody
+from metal_engine.sizes import parts
 from tests.support.serving import Served, serve
 from tools.fixtures.fake_engine import byte_ids, fake_config, generated
 
@@ -52,95 +54,50 @@ VALUES = st.recursive(
 )
 
 
+def _count(value: Any, kind: Callable[[Any], bool]) -> int:
+    return sum(kind(one) for one in parts(value))
+
+
 @given(VALUES, st.sampled_from([None, 0, 2]))
-def test_values_are_those_of_the_parser_in_c(value: Any, indent: int | None) -> None:
-    text = json.dumps(value, indent=indent).encode()
-    assert repr(large_bodies.loads(text)) == repr(json.loads(text))
+def test_content_is_counted(value: Any, indent: int | None) -> None:
+    """Of each kind, a text may have as much as the limit: quotes and brackets in strings do not count."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    num_members = sum(len(one) for one in parts(value) if isinstance(one, dict))
+    counts = {
+        "MAX_CONTAINERS": _count(value, lambda one: isinstance(one, list | dict)),
+        "MAX_MEMBERS": num_members,
+        "MAX_STRINGS": _count(value, lambda one: isinstance(one, str)) - num_members,
+    }
+    for name, count in counts.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(large_bodies, name, count)
+            ContentLimits().check(text)
+            if count:
+                patch.setattr(large_bodies, name, count - 1)
+                with pytest.raises(TooComplexError):
+                    ContentLimits().check(text)
 
 
-@given(st.text(alphabet='[]{},:-10 \n"ae.', max_size=30))
-@settings(max_examples=1000)
-def test_what_is_no_json_is_refused_alike(text: str) -> None:
-    def outcome(loads: Callable[..., Any]) -> Any:
-        try:
-            return repr(loads(text.encode()))
-        except json.JSONDecodeError as error:
-            return error.msg, error.pos
-
-    assert outcome(large_bodies.loads) == outcome(json.loads)
-
-
-@pytest.mark.parametrize("separator", [",", ", ", " ,\n"])
-def test_long_arrays_are_read_whole(separator: str) -> None:
-    numbers = [-3, 0, 7, 123_456_789] * 50_000
-    text = f"[{separator.join(map(str, numbers))}]"
-    assert large_bodies.loads(text.encode()) == numbers
-    mixed = text[:-1] + ', 1.5, "a", [2]]'
-    assert large_bodies.loads(mixed.encode()) == [*numbers, 1.5, "a", [2]]
-    for broken in (text[:-1] + ",]", text[:-1], text.replace("7", "7 7"), text[:-1] + ",,1]", text[:-1] + ",-]"):
-        with pytest.raises(json.JSONDecodeError):
-            large_bodies.loads(broken.encode())
-
-
-@pytest.mark.parametrize("length", [(1 << 15) * k + d for k in (1, 2) for d in (-1, 0, 1)])
-def test_a_comma_where_a_piece_ends(length: int) -> None:
-    numbers = ",".join("1" * length)
-    assert len(large_bodies.loads(f"[{numbers}]".encode())) == length
-    with pytest.raises(json.JSONDecodeError):
-        large_bodies.loads(f"[{numbers},]".encode())
-
-
-def test_what_is_too_complex() -> None:
-    with pytest.raises(TooComplexError, match="arrays and objects"):
-        large_bodies.loads(b"[" + b"[]," * MAX_CONTAINERS + b"1]")
-    members = ",".join(f'"{i}":1' for i in range(MAX_MEMBERS + 1))
-    with pytest.raises(TooComplexError, match="members"):
-        large_bodies.loads(b"{" + members.encode() + b"}")
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_large_bodies_are_parsed_like_small_ones(encoding: str) -> None:
+    value = {"text": '"[{,:\\' * 20_000 + "\N{GRINNING FACE}\u2222\u2c5b", "numbers": [-3, 0, 1.5] * 20_000}
+    assert large_bodies.loads(json.dumps(value, ensure_ascii=False).encode(encoding)) == value
 
 
 def test_what_takes_more_memory_than_any_request_needs() -> None:
+    members = ",".join(f'"{i}":1' for i in range(MAX_MEMBERS + 1))
     for text, problem in (
-        (b'["", ' * 1 + b'"",' * MAX_VALUES + b"1]", "values"),
+        (b"[" + b"[]," * MAX_CONTAINERS + b"1]", "arrays and objects"),
+        (b"{" + members.encode() + b"}", "members"),
+        (b"[" + b'"",' * MAX_STRINGS + b'""]', "strings"),
+        (b"[" + b'"",' * (MAX_STRINGS + MAX_MEMBERS) + b'""]', "strings"),
         (b"[" + b"1.5," * MAX_VALUES + b"1]", "values"),
-        (b"[" + b"1," * MAX_INTEGERS + b"1]", "integers"),
-        (b'{"a": 0.' + b"1" * 5_000 + b"}", "digits"),
-        (b'{"a": [true, -1' + b"1" * 5_000 + b"e3]}", "digits"),
         (("\N{GRINNING FACE}" + "a" * (MAX_TEXT_BYTES // 4)).encode().join([b'"', b'"']), "beyond U\\+FFFF"),
         (b'"' + b"\\ud83d\\ude00" + b"a" * (MAX_TEXT_BYTES // 4) + b'"', "beyond U\\+FFFF"),
+        (b'"' + b"\\u4e2d" + b"a" * (MAX_TEXT_BYTES // 2) + b'"', "beyond U\\+00FF"),
     ):
         with pytest.raises(TooComplexError, match=problem):
             large_bodies.loads(text)
-
-
-PIECES = ["a" * 40_000, "\\n", "\\u00e9", "\\ud83d\\ude00", "\\ud83d", "\\ude00", "\N{GRINNING FACE}", "\\\\", '\\"']
-
-
-@given(st.lists(st.sampled_from(PIECES), max_size=8), st.integers(65_520, 65_550))
-def test_long_texts_are_read_whole(pieces: list[str], num_before: int) -> None:
-    text = f'["{"b" * num_before}{"".join(pieces)}"]'.encode()
-    assert large_bodies.loads(text) == json.loads(text)
-
-
-def test_no_call_into_c_reads_a_long_text_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    scan, lengths = large_bodies.scanstring, []
-
-    def counted(text: str, begin: int, strict: bool = True) -> tuple[str, int]:
-        value, end = scan(text, begin, strict)
-        lengths.append(end - begin)
-        return value, end
-
-    monkeypatch.setattr(large_bodies, "scanstring", counted)
-    for piece in ("a", "\\n", "\\ud83d\\ude00", "\\u00e9"):
-        text = '"' + piece * (300_000 // len(piece)) + '"'
-        for whole in (text, f"{{{text}: 1}}"):
-            large_bodies.loads(whole.encode())
-    assert max(lengths) < 70_000
-
-
-def test_which_bodies_are_large() -> None:
-    assert not is_large(b'{"prompt": "a"}')
-    assert not is_large(b"a" * 1_000_000) and not is_large(b'{"f":1},' * 5_000)
-    assert is_large(b"1," * 20_000) and is_large(b"a" * (1 << 20)) and is_large(b'{"f":{}},' * 5_000)
 
 
 def test_validation_in_pieces_finds_the_same() -> None:
@@ -161,6 +118,13 @@ def test_validation_in_pieces_finds_the_same() -> None:
         CompletionBody(prompt="a", allowed_token_ids=[*ids, "b"])
     (error,) = caught.value.errors()
     assert error["loc"] == ("allowed_token_ids", 100_000)
+
+
+def test_half_a_surrogate_pair_is_not_valid_unicode() -> None:
+    assert large_bodies.loads(b'["\\ud83d\\ude00"]') == ["\N{GRINNING FACE}"]
+    for text in (b'["\\ud83d"]', b'["\\uDE00"]', b'["\xed\xa0\xbd"]'):
+        with pytest.raises(UnicodeError):
+            large_bodies.loads(text)
 
 
 @pytest.mark.parametrize(
@@ -250,16 +214,16 @@ def send(served: Served, path: str, file: Path) -> str:
 
 
 class Holds:
-    """Longest delays in seconds.
+    """Longest CPU times in seconds.
 
     Attributes:
-        loop: CPU time of one callback of the event loop.
-        steps: CPU time between two steps.
-        lock: delay until a thread that wakes at intervals gets Python's lock. Noisy, because it is wall-clock time.
+        loop: one callback of the event loop.
+        steps: time between two steps.
+        call: one call into C in a worker's thread, which holds Python's lock. Calls of tokenizers release it.
     """
 
     def __init__(self) -> None:
-        self.loop = self.steps = self.lock = 0.0
+        self.loop = self.steps = self.call = 0.0
 
     def within(self, other: Holds) -> Holds:
         """Return the minimum of each field."""
@@ -272,14 +236,21 @@ class Holds:
 @contextmanager
 def watched(loop_thread: str = "server") -> Iterator[Holds]:
     holds = Holds()
-    over = threading.Event()
 
-    def watch_lock() -> None:
-        last = time.perf_counter()
-        while not over.is_set():
-            time.sleep(0.001)
-            now = time.perf_counter()
-            holds.lock, last = max(holds.lock, now - last), now
+    def profiled(work: Callable[..., Any], *args: Any) -> Any:
+        last = time.thread_time()
+
+        def on_event(frame: FrameType, event: str, called: Any) -> None:
+            nonlocal last
+            if event in ("c_return", "c_exception") and not called.__name__.startswith("encode_batch"):
+                holds.call = max(holds.call, time.thread_time() - last)
+            last = time.thread_time()
+
+        sys.setprofile(on_event)
+        try:
+            return work(*args)
+        finally:
+            sys.setprofile(None)
 
     def timed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -295,15 +266,12 @@ def watched(loop_thread: str = "server") -> Iterator[Holds]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio.events.Handle, "_run", timed(asyncio.events.Handle._run, "loop"))
         patch.setattr(EngineThread, "_process_inbox", timed(EngineThread._process_inbox, "steps"))
-        watcher = threading.Thread(target=watch_lock)
+        patch.setattr(workers, "_unless_cancelled", profiled)
         gc.collect()
         gc.freeze()  # as in the server
-        watcher.start()
         try:
             yield holds
         finally:
-            over.set()
-            watcher.join()
             gc.unfreeze()
 
 
@@ -330,12 +298,12 @@ def test_nobody_is_held_up(served: Served, trivial: Holds, tmp_path: Path, name:
             served.wait_until_idle()
         assert answer.startswith(str(status)) and message in answer, answer
         best = holds if best is None else best.within(holds)
-        if best.loop < 0.02 and best.steps < 0.02 and best.lock < 0.02:
+        if best.loop < 0.02 and best.steps < 0.02 and best.call < 0.05:
             return
-    assert best is not None  # slow machines need more than 0.02
+    assert best is not None
     assert best.loop < max(0.05, 5 * trivial.loop)
     assert best.steps < max(0.05, 5 * trivial.steps)
-    assert best.lock < max(0.06, 5 * trivial.lock)
+    assert best.call < 0.15  # streams may wait as long
 
 
 def test_a_request_is_checked_once_and_not_in_the_event_loop(
@@ -380,7 +348,7 @@ def test_a_large_body_is_answered_like_a_small_one(served: Served, path: str) ->
         (b'{"prompt": [' + b"1," * 40_000 + b"NaN]}", "NaN is not a JSON number"),
         (b'{"prompt": [' + b"1," * 40_000 + b"9" * 5_000 + b"]}", "too many digits"),
         (b'{"prompt": "\\ud800", "a": [' + b"1," * 40_000 + b"1]}", "not valid Unicode"),
-        (b'{"prompt": ' + b"[" * 40_000 + b"1," * 40_000, "nested too deeply"),
+        (b'{"prompt": ' + b"[" * 30_000 + b"1," * 40_000, "nested too deeply"),
         (b'{"prompt": [' + b"[]," * MAX_CONTAINERS + b"1]}", "arrays and objects"),
         (b"[" + b"1," * 40_000 + b"1]", "must be a JSON object"),
     ],
@@ -398,10 +366,10 @@ def test_broken_large_bodies(served: Served, body: bytes, message: str) -> None:
 def test_texts_of_json_in_one_body_count_together() -> None:
     """Each text is small, but its parsed value takes thirty times its bytes."""
     text = "[" + "{}," * 10_000 + "{}]"
-    decoder = large_bodies.TextsDecoder()
-    with pytest.raises(large_bodies.TooComplexError, match="arrays and objects"):
+    limits = ContentLimits()
+    with pytest.raises(TooComplexError, match="arrays and objects"):
         for _ in range(30):
-            assert len(decoder.loads(text)) == 10_001
-    decoder = large_bodies.TextsDecoder()
+            assert len(limits.loads(text)) == 10_001
+    limits = ContentLimits()
     for i in range(1000):
-        assert decoder.loads(json.dumps({"path": "a" * 1000, "i": i})) == {"path": "a" * 1000, "i": i}
+        assert limits.loads(json.dumps({"path": "a" * 1000, "i": i})) == {"path": "a" * 1000, "i": i}

@@ -9,13 +9,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic_core import to_json
+
 from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, TokenLogprobs
 from metal_engine.server.errors import SHUTTING_DOWN, APIError, engine_dead, invalid
 from metal_engine.server.generation.logprobs import num_entries, prompt_logprobs_json
-from metal_engine.server.json_parts import JSONParts, Placeholder, ids_json
+from metal_engine.server.json_parts import JSONParts, Placeholder
 from metal_engine.server.logs import note
 from metal_engine.server.protocol import FinishReason, KVTransferHandover
 from metal_engine.server.usage import CompletionTokensDetails, PredictedTokensDetails, PromptTokensDetails, Usage
@@ -305,7 +307,7 @@ class Generation:
 
         Call it in the order in which the response has the fields.
         """
-        return self.parts.add(ids_json(ids)) if self.shows_token_ids else None
+        return self.parts.add(to_json(ids)) if self.shows_token_ids else None
 
 
 def failure(engine: AsyncEngine, output: RequestOutput, timed_out: float | None) -> APIError:

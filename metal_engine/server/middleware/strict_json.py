@@ -16,24 +16,22 @@ from starlette.responses import Response
 from metal_engine.server import large_bodies
 from metal_engine.server.errors import APIError, invalid, validated
 from metal_engine.server.generation.streaming import cancel_on_disconnect
-from metal_engine.server.workers import Weight, Workers
+from metal_engine.server.workers import Workers
 
 # Status that nginx uses for a client that disconnected. No client receives it, but access logs show it.
 CLIENT_CLOSED_REQUEST = 499
 
 
 def loads(body: bytes) -> Any:
-    """Parse a JSON text. Call it in a thread for a large text (:func:`large_bodies.is_large`).
+    """Parse a JSON text. Call it in a thread for more than ``ALWAYS_SMALL_BYTES``.
 
     Raises:
         json.JSONDecodeError: the text is not valid JSON.
         APIError: status 400, for NaN and Infinity, text that is not valid Unicode, numbers of thousands of digits,
             nesting too deep for the parser, or more arrays and objects than any request needs.
     """
-    parse = large_bodies.loads if large_bodies.is_large(body) else json.loads
     try:
-        value = parse(body, parse_constant=_refuse_constant)
-        large_bodies.check_unicode(body, value)
+        return large_bodies.loads(body, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise _bad("is nested too deeply") from error
     except large_bodies.TooComplexError as error:
@@ -44,7 +42,6 @@ def loads(body: bytes) -> Any:
         raise
     except ValueError as error:  # Python converts at most 4,300 digits
         raise _bad("has a number with too many digits") from error
-    return value
 
 
 def _bad(problem: str) -> APIError:
@@ -92,16 +89,13 @@ class _StrictRequest(Request):
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
             body = await self.body()
-            if large_bodies.is_large(body):
-                workers: Workers = self.app.state.workers
-                self._json = await workers.run(Weight.of(len(body)), self._validated, body)
-            else:
-                self._json = self._validated(body)
+            workers: Workers = self.app.state.workers
+            self._json = await workers.run_if_large(len(body), self._validated, body)
         return self._json
 
     def _validated(self, body: bytes) -> Any:
         value = loads(body)
-        return value if self._model is None else validated(self._model, value)
+        return value if self._model is None else large_bodies.in_turn(len(body), validated, self._model, value)
 
 
 class StrictJSONRoute(APIRoute):

@@ -9,7 +9,7 @@ from metal_engine.answers.answer_format import ToolParser
 from metal_engine.answers.tool_prompts import with_instructions, written_calls, written_result
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid
-from metal_engine.server.large_bodies import TextsDecoder, TooComplexError, dumps
+from metal_engine.server.large_bodies import ContentLimits, TooComplexError, dumps
 from metal_engine.server.openai.image_parts import without_tool_images
 from metal_engine.server.openai.reasoning_options import ReasoningOptions
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
@@ -44,7 +44,7 @@ def template_messages(
     as_text = any(message.role == "tool" or message.tool_calls for message in messages) and not (
         tokenizer.template_takes_tools or tokenizer.template_mentions("tool_calls")
     )
-    arguments = None if as_text else TextsDecoder()
+    arguments = None if as_text else ContentLimits()
     result = [_template_message(i, message, arguments) for i, message in enumerate(messages)]
     if as_text:
         result = _with_calls_as_text(result, parser)
@@ -147,7 +147,7 @@ def _written(index: int, calls: list[dict[str, Any]]) -> Iterator[tuple[str, str
             raise invalid(f": a call's arguments {error}", where="messages") from error
 
 
-def _template_message(index: int, message: ChatMessage, arguments: TextsDecoder | None) -> dict[str, Any]:
+def _template_message(index: int, message: ChatMessage, arguments: ContentLimits | None) -> dict[str, Any]:
     """Convert one message. With a decoder, the arguments of calls become objects.
 
     Raises:
@@ -195,7 +195,7 @@ def _content(index: int, content: str | list[ContentPart]) -> Content:
     return parts[0]["text"] if parts else ""
 
 
-def _tool_call(call: dict[str, Any], decoder: TextsDecoder) -> dict[str, Any]:
+def _tool_call(call: dict[str, Any], decoder: ContentLimits) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, which templates expect. Clients send a string."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
