@@ -1,12 +1,12 @@
-"""The command and the environment of another Python process that imports what this process can import."""
+"""How other Python processes are started, with the import path of this process."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# The option -m would import from the current folder, whose files may be anybody's. If this process imports from there,
-# too, the folder is in PYTHONPATH.
+# Without -P, the option -m imports from the current folder, which can have files of other users. If this process imports
+# from the folder, too, it is in PYTHONPATH.
 PYTHON = (sys.executable, "-P")
 
 

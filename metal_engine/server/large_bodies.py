@@ -40,7 +40,7 @@ _WIDTHS = ((4, bytes(range(0xF0)), re.compile(rb"\\u[dD][89abAB]")), (2, bytes(r
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{:,'))
 
 
-# Only one thread at a time holds the GIL for long, and pauses afterwards.
+# The lock of calls that hold the GIL for long: one such call at a time, and a pause after it.
 _turn = threading.Lock()
 _LONG_BYTES = 1 << 18
 _PAUSE_SECONDS = 0.005
