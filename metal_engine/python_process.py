@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-# Without -P, the option -m imports from the current folder, which can have files of other users. If this process imports
-# from the folder, too, it is in PYTHONPATH.
+# Without -P, the option -m imports from the current folder, which can have files of other users. If this process also
+# imports from the folder, it is in PYTHONPATH.
 PYTHON = (sys.executable, "-P")
 
 

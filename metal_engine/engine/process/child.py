@@ -6,7 +6,6 @@ thread cannot read the socket.
 
 from __future__ import annotations
 
-import contextvars
 import faulthandler
 import gc
 import logging
@@ -17,16 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import numpy as np
-
-from metal_engine.cancellation import caller_disconnected
 from metal_engine.device.allocator import give_back_freed_memory
 from metal_engine.device.blas.threads import blas_threads
 from metal_engine.engine.built_engine import BuiltEngine
@@ -35,13 +29,8 @@ from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.channel import Channel
 from metal_engine.engine.process.end_with_parent import end_with_parent
-from metal_engine.engine.process.packed_images import InputArrays, unpacked_inputs
-from metal_engine.engine.process.packed_requests import (
-    unpacked_phases,
-    unpacked_request,
-    unpacked_structured,
-    unpacked_text,
-)
+from metal_engine.engine.process.lent_resources import LentResources
+from metal_engine.engine.process.packed_requests import unpacked_text
 from metal_engine.engine.process.packed_results import (
     packed_adapter,
     packed_error,
@@ -51,12 +40,10 @@ from metal_engine.engine.process.packed_results import (
 )
 from metal_engine.engine.step_observer import Frame
 from metal_engine.engine.transport import EngineDeadError
-from metal_engine.errors import AdapterError, ConfigError, ModelLoadError
-from metal_engine.lora_adapter import Adapter
+from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.request import PreparedRequest, RequestOutput, RequestStatus
 from metal_engine.settings.config import DeviceInfo
 from metal_engine.step import SchedulerOutput
-from metal_engine.token_rules import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +52,6 @@ _NUMBERS_SECONDS = 0.1
 _BLAS_INTERVALS = 10  # adaptations of the number of BLAS threads are this many intervals apart
 _HEARTBEAT_INTERVALS = 10  # unchanged numbers are sent this many intervals apart
 _IDLE_INTERVALS = 100  # freed memory goes back to the system after this many intervals without a change
-# Calls at once. Grammars that wait for their compilation are limited to fewer.
-_MAX_CALLS = 32
 
 # Functions that import the modules of the engine, and that build the engine.
 PrepareFunction = Callable[[], DeviceInfo]
@@ -97,14 +82,6 @@ class _ServersDevice(DeviceAccess):
         self._granted.release()
 
 
-@dataclass(frozen=True)
-class _HeldGrammar:
-    """Grammar that the server has not released. ``made`` is its future."""
-
-    made: Future[Grammar]
-    released: threading.Event
-
-
 class EngineChild:
     """Engine in this process for a server at the other end of a channel.
 
@@ -130,15 +107,10 @@ class EngineChild:
         self._sent_numbers: wire.Numbers | None = None
         self._sending_numbers = threading.Lock()
         self._computing: list[str] = []  # requests of the last step
-        self._grammars: dict[int, _HeldGrammar] = {}
         # Requests that wait for grammars or adapters. The lock is held to add them to the engine, and to end requests.
         self._waiting: set[str] = set()
         self._lock = threading.Lock()
-        # Adapters and inputs of images that the server has not released.
-        self._adapters: dict[int, Future[Adapter]] = {}
-        self._image_inputs: dict[int, InputArrays] = {}
-        self._calls = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="engine-calls")
-        self._adapter_calls = ThreadPoolExecutor(1, thread_name_prefix="engine-adapters")  # in order
+        self._resources = LentResources(self._thread, lambda: self._built, channel.send)
 
     def run(self) -> None:
         """Build the engine and process messages, until the server ends the engine.
@@ -176,10 +148,7 @@ class EngineChild:
 
     def _send_ready(self, engine: BuiltEngine) -> None:
         adapters = None if engine.adapters is None else engine.adapters.adapters
-        for adapter in adapters or ():
-            loaded: Future[Adapter] = Future()
-            loaded.set_result(adapter)
-            self._adapters[-adapter.slot] = loaded
+        self._resources.add_loaded(adapters or ())
         path = engine.tokenizer_path
         self._channel.send(
             wire.Ready(
@@ -268,7 +237,7 @@ class EngineChild:
                 if self._device is not None:
                     self._device.grant()
             case wire.ImageInputs():
-                self._image_inputs[message.key] = unpacked_inputs(message)
+                self._resources.add_image_inputs(message)
             case wire.Submit():
                 self._waiting.add(message.request_id)
                 self._add_when_made(message)
@@ -280,40 +249,31 @@ class EngineChild:
             case wire.Watch():
                 self._thread.watch(None if message.number is None else partial(self._on_frame, message.number))
             case wire.MakeGrammar():
-                self._make_grammar(message)
+                self._resources.make_grammar(message)
             case wire.LoadAdapter():
-                self._adapters[message.call] = loaded = self._adapter_calls.submit(self._load_adapter, message)
-                loaded.add_done_callback(partial(self._answer, message.call))
+                self._resources.load_adapter(message)
             case wire.UnloadAdapter():
-                self._adapter_calls.submit(self._unload_adapter, unpacked_text(message.name))
+                self._resources.unload_adapter(unpacked_text(message.name))
             case wire.ReleaseMemory():
                 self._thread.release_memory()
             case wire.Release():
-                for key in message.adapters:
-                    self._adapters.pop(key, None)
-                for key in message.images:
-                    self._image_inputs.pop(key, None)
-                for key in message.grammars:
-                    if (held := self._grammars.pop(key, None)) is not None:
-                        held.released.set()
+                self._resources.release(message)
 
     def _add_when_made(self, message: wire.Submit, _: object = None) -> None:
         """Add a request to the engine when its grammar and its adapter are made. Only resumed requests wait."""
         if message.request_id not in self._waiting:
             return  # the request has ended
-        grammar = None if message.rules.grammar is None else self._grammars[message.rules.grammar].made
-        adapter = None if message.adapter is None else self._adapters[message.adapter]
-        for made in (grammar, adapter):
-            if made is not None and not made.done():
+        needed = self._resources.needed_by(message)
+        for made in needed:
+            if not made.done():
                 made.add_done_callback(partial(self._add_when_made, message))
                 return
-        try:
-            parts = None if grammar is None else grammar.result(), None if adapter is None else adapter.result()
-        except Exception as error:  # noqa: BLE001  (the error of the request)
+        error = next((made.exception() for made in needed if made.exception() is not None), None)
+        if error is None:
+            self._add(message, self._resources.unpacked(message))
+        else:
             self._waiting.discard(message.request_id)
             self._on_outputs([RequestOutput(message.request_id, finish_reason="error", error=str(error))])
-        else:
-            self._add(message, unpacked_request(message, *parts, self._image_inputs))
 
     def _add(self, message: wire.Submit, prepared: PreparedRequest) -> None:
         so_far = None if message.so_far is None else unpacked_output(message.so_far)
@@ -322,58 +282,6 @@ class EngineChild:
             if message.request_id in self._waiting:
                 self._waiting.remove(message.request_id)
                 self._thread.submit(message.request_id, prepared, *arguments)
-
-    def _make_grammar(self, message: wire.MakeGrammar) -> None:
-        def make() -> Grammar:
-            stop_token_ids = np.frombuffer(message.stop_token_ids, np.int32)
-            structured, phases = unpacked_structured(message.structured), unpacked_phases(message.phases)
-            return self._built.preparer.grammars.grammar_for(structured, phases, stop_token_ids)
-
-        held = _HeldGrammar(Future(), threading.Event())
-        if message.structured is None:  # needs no compilation that the server waits for
-            try:
-                held.made.set_result(make())
-            except Exception as error:  # noqa: BLE001  (raised in the server)
-                held.made.set_exception(error)
-        else:
-            context = contextvars.copy_context()
-            context.run(caller_disconnected.set, held.released)
-            held = _HeldGrammar(self._calls.submit(context.run, make), held.released)
-        self._grammars[message.call] = held
-        held.made.add_done_callback(partial(self._answer, message.call))
-
-    def _load_adapter(self, message: wire.LoadAdapter) -> Adapter:
-        """Load an adapter. An adapter of an earlier process may be among the adapters that this process has loaded."""
-        name, path = unpacked_text(message.name), unpacked_text(message.path)
-        within = None if message.within is None else Path(unpacked_text(message.within))
-        if message.fingerprint is None:
-            return self._thread.load_adapter(name, path, within, in_place=message.in_place)
-        there = [] if (table := self._built.adapters) is None else table.adapters
-        if (found := next((one for one in there if one.fingerprint == message.fingerprint), None)) is not None:
-            return found
-        del there  # an error keeps this frame, which must not hold slots
-        problem = f"the LoRA adapter {name!r} was lost when the engine's process ended"
-        try:
-            adapter = self._thread.load_adapter(name, path, within, in_place=True)
-        except AdapterError as error:
-            raise AdapterError(f"{problem}: {error}", error.param) from None
-        if adapter.fingerprint != message.fingerprint:
-            self._unload_adapter(name)
-            del adapter
-            raise AdapterError(f"{problem}: its files have changed since it was loaded")
-        return adapter
-
-    def _unload_adapter(self, name: str) -> None:
-        if (adapters := self._built.adapters) is not None:
-            adapters.unload(name)
-
-    def _answer(self, call: int, made: Future[Any]) -> None:
-        """Send the result of a call, or its error."""
-        if (error := made.exception()) is None:
-            result = made.result()
-            self._channel.send(wire.Reply(call, packed_adapter(result) if isinstance(result, Adapter) else None))
-        elif self._thread.error is None:  # otherwise, another process may succeed
-            self._channel.send(wire.Reply(call, error=packed_error(error)))
 
 
 def serve_engine(descriptor: int, set_up: Callable[[wire.Start], tuple[PrepareFunction, BuildFunction]]) -> NoReturn:

@@ -1,0 +1,167 @@
+"""Resources in the engine's process that requests of the server use: grammars, adapters and inputs of images."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metal_engine.cancellation import caller_disconnected
+from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.engine.process import wire
+from metal_engine.engine.process.packed_images import InputArrays, unpacked_inputs
+from metal_engine.engine.process.packed_requests import (
+    unpacked_phases,
+    unpacked_request,
+    unpacked_structured,
+    unpacked_text,
+)
+from metal_engine.engine.process.packed_results import packed_adapter, packed_error
+from metal_engine.errors import AdapterError
+from metal_engine.lora_adapter import Adapter
+from metal_engine.request import PreparedRequest
+from metal_engine.token_rules import Grammar
+
+# Grammars made at once. Grammars that wait for their compilation are limited to fewer.
+_MAX_GRAMMARS = 32
+
+
+@dataclass(frozen=True)
+class _LentGrammar:
+    """Grammar that the server has not released. ``made`` is its future."""
+
+    made: Future[Grammar]
+    released: threading.Event
+
+
+class LentResources:
+    """Resources that the server has requested and not released. Each has a key that the server has chosen.
+
+    Args:
+        thread: thread of the engine.
+        built: returns the engine, after it was built.
+        send: sends a message to the server.
+    """
+
+    def __init__(
+        self, thread: EngineThread, built: Callable[[], BuiltEngine], send: Callable[[wire.Message], None]
+    ) -> None:
+        self._thread = thread
+        self._built = built
+        self._send = send
+        self._grammars: dict[int, _LentGrammar] = {}
+        self._adapters: dict[int, Future[Adapter]] = {}
+        self._image_inputs: dict[int, InputArrays] = {}
+        self._grammar_calls = ThreadPoolExecutor(_MAX_GRAMMARS, thread_name_prefix="engine-grammars")
+        self._adapter_calls = ThreadPoolExecutor(1, thread_name_prefix="engine-adapters")  # in order
+
+    # --- for requests ---
+
+    def needed_by(self, message: wire.Submit) -> list[Future[Any]]:
+        """Return the futures of a request's grammar and adapter."""
+        needed: list[Future[Any]] = []
+        if message.rules.grammar is not None:
+            needed.append(self._grammars[message.rules.grammar].made)
+        if message.adapter is not None:
+            needed.append(self._adapters[message.adapter])
+        return needed
+
+    def unpacked(self, message: wire.Submit) -> PreparedRequest:
+        """Return a request with its resources, which must have been made."""
+        grammar = None if message.rules.grammar is None else self._grammars[message.rules.grammar].made.result()
+        adapter = None if message.adapter is None else self._adapters[message.adapter].result()
+        return unpacked_request(message, grammar, adapter, self._image_inputs)
+
+    def release(self, message: wire.Release) -> None:
+        """Forget resources that the server no longer needs."""
+        for key in message.adapters:
+            self._adapters.pop(key, None)
+        for key in message.images:
+            self._image_inputs.pop(key, None)
+        for key in message.grammars:
+            if (lent := self._grammars.pop(key, None)) is not None:
+                lent.released.set()
+
+    # --- making them ---
+
+    def add_image_inputs(self, message: wire.ImageInputs) -> None:
+        """Keep the inputs of an image."""
+        self._image_inputs[message.key] = unpacked_inputs(message)
+
+    def make_grammar(self, message: wire.MakeGrammar) -> None:
+        """Make a grammar, and tell the server."""
+
+        def make() -> Grammar:
+            stop_token_ids = np.frombuffer(message.stop_token_ids, np.int32)
+            structured, phases = unpacked_structured(message.structured), unpacked_phases(message.phases)
+            return self._built().preparer.grammars.grammar_for(structured, phases, stop_token_ids)
+
+        lent = _LentGrammar(Future(), threading.Event())
+        if message.structured is None:  # needs no compilation that the server waits for
+            try:
+                lent.made.set_result(make())
+            except Exception as error:  # noqa: BLE001  (raised in the server)
+                lent.made.set_exception(error)
+        else:
+            context = contextvars.copy_context()
+            context.run(caller_disconnected.set, lent.released)
+            lent = _LentGrammar(self._grammar_calls.submit(context.run, make), lent.released)
+        self._grammars[message.call] = lent
+        lent.made.add_done_callback(partial(self._answer, message.call))
+
+    def add_loaded(self, adapters: Iterable[Adapter]) -> None:
+        """Keep adapters that were loaded with the model."""
+        for adapter in adapters:
+            loaded: Future[Adapter] = Future()
+            loaded.set_result(adapter)
+            self._adapters[-adapter.slot] = loaded
+
+    def load_adapter(self, message: wire.LoadAdapter) -> None:
+        """Load an adapter, and tell the server."""
+        self._adapters[message.call] = loaded = self._adapter_calls.submit(self._loaded, message)
+        loaded.add_done_callback(partial(self._answer, message.call))
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter after the loads that were requested before."""
+        self._adapter_calls.submit(self._unload, name)
+
+    def _loaded(self, message: wire.LoadAdapter) -> Adapter:
+        """Load an adapter. An adapter of an earlier process may be among the adapters that this process has loaded."""
+        name, path = unpacked_text(message.name), unpacked_text(message.path)
+        within = None if message.within is None else Path(unpacked_text(message.within))
+        if message.fingerprint is None:
+            return self._thread.load_adapter(name, path, within, in_place=message.in_place)
+        there = [] if (table := self._built().adapters) is None else table.adapters
+        if (found := next((one for one in there if one.fingerprint == message.fingerprint), None)) is not None:
+            return found
+        del there  # an error keeps this frame, which must not hold slots
+        problem = f"the LoRA adapter {name!r} was lost when the engine's process ended"
+        try:
+            adapter = self._thread.load_adapter(name, path, within, in_place=True)
+        except AdapterError as error:
+            raise AdapterError(f"{problem}: {error}", error.param) from None
+        if adapter.fingerprint != message.fingerprint:
+            self._unload(name)
+            del adapter
+            raise AdapterError(f"{problem}: its files have changed since it was loaded")
+        return adapter
+
+    def _unload(self, name: str) -> None:
+        if (adapters := self._built().adapters) is not None:
+            adapters.unload(name)
+
+    def _answer(self, call: int, made: Future[Any]) -> None:
+        """Send the result of a call, or its error."""
+        if (error := made.exception()) is None:
+            result = made.result()
+            self._send(wire.Reply(call, packed_adapter(result) if isinstance(result, Adapter) else None))
+        elif self._thread.error is None:  # otherwise, another process may succeed
+            self._send(wire.Reply(call, error=packed_error(error)))
