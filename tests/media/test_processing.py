@@ -17,6 +17,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.errors import OverloadedError
@@ -125,6 +126,15 @@ def run_forked(data: bytes, seconds: float = 30.0, vision: VisionConfig = VISION
         except (EOFError, OSError):
             pass
     return answers, os.waitpid(pid, 0)[1]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_large_webp_files_are_decoded_within_the_memory(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the largest image in a quarter of the memory."""
+    monkeypatch.setattr(process, "MAX_GROWTH", process.MAX_GROWTH // 4)
+    file = encoded(Image.new(mode, (4096, 4096)), "WEBP", method=0)
+    answers, status = run_forked(file)
+    assert len(answers) == 6 and status == 0
 
 
 LFM2 = {"encoder_patch_size": 4, "min_image_tokens": 4, "max_image_tokens": 16, "tile_size": 32}
