@@ -26,7 +26,8 @@ async def load_images(
 
     Args:
         num_bytes: size of the request's body in bytes.
-        max_tokens: as for :meth:`ImageProcessing.decode`; None for the model's context length.
+        max_tokens: maximum number of tokens of all images, as in :meth:`ImageProcessing.decode`; None for the context
+            length.
 
     Raises:
         APIError: status 400 with the place of the image that cannot be used, or 503 if too many requests wait.
