@@ -103,7 +103,9 @@ def _build(
 
     def check(facts: CheckpointRequirements) -> None:
         check_before_loading(args, facts, before, ranks.divide)
-        kv_bytes = 0 if access is WHOLE_DEVICE else _expected_bytes(args, facts, before)[0]
+        kv_bytes = (
+            0 if access is WHOLE_DEVICE else _expected_bytes(args, facts, before, image_refusal(facts.config, args))[0]
+        )
         mx.random.seed(args.seed)
         access.check_fits(facts.weight_bytes + kv_bytes)
 
@@ -117,7 +119,7 @@ def _build(
             warn_of_refusal(args.model, vision)
         if access is WHOLE_DEVICE:
             return
-        _claim_for_loading(access, args, facts, before)
+        _claim_for_loading(access, args, facts, before, vision)
         check_memory(facts, args, device_info(blas))  # after other models have been unloaded
 
     def look(path: Path) -> None:
@@ -264,8 +266,13 @@ def _enable_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str,
     return adapters
 
 
-def _expected_bytes(args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo) -> tuple[int, int | None]:
+def _expected_bytes(
+    args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo, refusal: str | None
+) -> tuple[int, int | None]:
     """Estimate the memory that a model needs besides its weights, before the weights are read.
+
+    Args:
+        refusal: reason to refuse images; None to include their memory.
 
     Returns:
         Bytes of the KV cache and of kept features of images, as far as the settings and the configuration determine
@@ -281,7 +288,7 @@ def _expected_bytes(args: EngineArgs, facts: CheckpointRequirements, device: Dev
     info = expected_model_info(args.model, facts, args.kv_cache_dtype)
     if info is None:
         return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0, None
-    if image_refusal(facts.config, args) is None:
+    if refusal is None:
         number_bytes = getattr(mx, facts.dtype).size
         info = replace(
             info, image_refusal=None, feature_bytes=feature_bytes(facts.config, info.hidden_size, number_bytes)
@@ -294,10 +301,15 @@ def _expected_bytes(args: EngineArgs, facts: CheckpointRequirements, device: Dev
 
 
 def _claim_for_loading(
-    access: DeviceAccess, args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo
+    access: DeviceAccess,
+    args: EngineArgs,
+    facts: CheckpointRequirements,
+    device: DeviceInfo,
+    vision: VisionConfig | str,
 ) -> None:
     """Reserve the memory for reading the weights and measuring a step. The final memory is reserved after that."""
-    kv_bytes, step_bytes = _expected_bytes(args, facts, device)
+    refusal = vision if isinstance(vision, str) else None
+    kv_bytes, step_bytes = _expected_bytes(args, facts, device, refusal)
     access.claim(facts.weight_bytes + kv_bytes, facts.weight_bytes + facts.reading_bytes, step_bytes)
 
 

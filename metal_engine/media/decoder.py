@@ -25,8 +25,6 @@ from metal_engine.settings.config import VisionConfig
 
 # Maximum number of images that are decoded at once. Each takes one core.
 _MAX_DECODING = 2
-# Maximum number of requests whose images are decoded or wait for it.
-_MAX_REQUESTS = 64
 _TOO_MUCH = " exceeds the limits on time and memory for decoding"
 
 
@@ -74,7 +72,6 @@ class ImageDecoder:
         self._process = ForkingProcess("metal_engine.media.process", [msgspec.json.encode(vision)])
         self._turns = Turns(_MAX_DECODING)
         self._lock = threading.Lock()
-        self._num_requests = 0
         self._counts: deque[int] = deque([0])  # their sum is the size of the inputs in use
 
     def decode(self, files: Sequence[bytes], details: Sequence[str], *, max_tokens: int) -> list[DecodedImage]:
@@ -88,28 +85,19 @@ class ImageDecoder:
 
         Raises:
             ImageError: an image cannot be used.
-            OverloadedError: too many requests with images wait or run, or no process can be started.
+            OverloadedError: the images of all requests take too much memory, or no process can be started.
             Cancelled: the request was cancelled.
         """
-        self._check_memory()
-        with self._lock:
-            if self._num_requests >= _MAX_REQUESTS:
-                raise OverloadedError(f"{self._num_requests} other requests wait for their images to be decoded")
-            self._num_requests += 1
-        try:
-            with contextlib.closing(_Work(self._connect, self._turns)) as work:
-                decoded = []
-                sizes: dict[bytes, int] = {}
-                for i, (data, detail) in enumerate(zip(files, details, strict=True)):
-                    self._check_memory()
-                    decoded.append(image := work.decode(i, data, detail, max_tokens))
-                    max_tokens -= image.num_tokens
-                    sizes[image.content_hash] = self._count(image)
-                    check_size(i, sizes)
-                return decoded
-        finally:
-            with self._lock:
-                self._num_requests -= 1
+        with contextlib.closing(_Work(self._connect, self._turns)) as work:
+            decoded = []
+            sizes: dict[bytes, int] = {}
+            for i, (data, detail) in enumerate(zip(files, details, strict=True)):
+                self._check_memory()
+                decoded.append(image := work.decode(i, data, detail, max_tokens))
+                max_tokens -= image.num_tokens
+                sizes[image.content_hash] = self._count(image)
+                check_size(i, sizes)
+            return decoded
 
     def _check_memory(self) -> None:
         with self._lock:

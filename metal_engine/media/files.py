@@ -10,6 +10,7 @@ from functools import reduce
 
 from PIL import Image, ImageChops, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile
+from PIL.WebPImagePlugin import WebPImageFile
 
 from metal_engine.media.limits import MAX_ASPECT_RATIO, MAX_PIXELS, REDUCED_PIXELS
 
@@ -80,14 +81,25 @@ def decoded(image: Image.Image) -> Image.Image:
     orientation, factor = _orientation(image), _reduction(image.size)
     try:
         low = _low_bytes(image)
-        image.load()  # the first frame of an animation
-        shown = _on_white(image, low)
+        shown = _on_white(_loaded(image), low)
     except Exception as error:  # Pillow raises many types
         raise ImageFileError(f"is truncated or broken: {error}") from error
     if factor > 1:
         shown = shown.reduce(factor)
     turn = _TURNS.get(orientation)
     return shown if turn is None else shown.transpose(turn)
+
+
+def _loaded(image: Image.Image) -> Image.Image:
+    """Return an opened image with the pixels of its first frame."""
+    if not isinstance(image, WebPImageFile):
+        image.load()
+        return image
+    frame = image._decoder.get_next()
+    image._decoder = None  # Pillow keeps it, with two more copies of the pixels
+    if frame is None:
+        raise EOFError("the first frame is missing")
+    return Image.frombuffer(image.rawmode, image.size, frame[0], "raw", image.rawmode, 0, 1)
 
 
 def _on_white(image: Image.Image, low: Image.Image | None) -> Image.Image:

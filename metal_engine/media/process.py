@@ -70,9 +70,13 @@ def serve_images(channel: socket.socket, families: dict[str, ImageFamily]) -> No
 def _work(family: ImageFamily, data: bytes, max_tokens: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the answer for an image, and the arrays that follow it."""
     image = open_image(data)
-    grid: Grid = tuple(map(int, family.grid(*displayed_size(image))))
-    answer: dict[str, Any] = {"grid": grid, "num_tokens": family.num_tokens(grid)}
-    if answer["num_tokens"] > max_tokens:
+    width, height = displayed_size(image)
+    grid: Grid = tuple(map(int, family.grid(width, height)))
+    num_tokens = family.num_tokens(grid)
+    if not 0 < num_tokens <= family.most_tokens:  # processors reduce one side to nothing, or not far enough
+        raise _Refused(f"has {width} x {height} pixels: it is too narrow for the model's image processor")
+    answer: dict[str, Any] = {"grid": grid, "num_tokens": num_tokens}
+    if num_tokens > max_tokens:
         return answer, {}
     found, inputs = family.inputs(decoded(image))
     if found != grid:

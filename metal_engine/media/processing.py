@@ -95,7 +95,7 @@ class ImageProcessing:
 
         Raises:
             ImageError: an image cannot be used.
-            OverloadedError: too many requests with images wait, or no process can be started.
+            OverloadedError: the images of all requests take too much memory, or no process can be started.
             Cancelled: the request was cancelled.
         """
         keys = [_file_hash(data, detail) for data, detail in zip(files, details, strict=True)]

@@ -77,7 +77,8 @@ class ImageSource:
                 raise SourceError(f": {error}") from error
         if allows_files:
             return _read_file(self.url)
-        raise SourceError(" must be a data URL, as in data:image/png;base64,iVBOR..., or an http or https URL")
+        others = ", or an http or https URL" if allowed_domains else ""
+        raise SourceError(f" must be a data URL, as in data:image/png;base64,iVBOR...{others}")
 
 
 def decode_base64(text: str, start: int = 0) -> bytes:

@@ -45,12 +45,13 @@ class Lifecycle:
     async def drain(self, timeout: float) -> None:
         """Reject new requests and wait for those in flight. Abort the remaining requests after ``timeout`` seconds.
 
-        Requests that wait for a grammar to be compiled have not begun. The server drops them at once.
+        Requests that wait for a grammar or for their images have not begun. The server drops them at once.
         """
         self.draining = True
         for end in self.at_drain:
             end()
         self._workers.drop(Weight.COMPILING)
+        self._workers.drop(Weight.IMAGES)
         if self.num_active:
             message = "shutting down: %d requests may finish within %g s; a second signal stops at once"
             logger.warning(message, self.num_active, timeout)

@@ -1,6 +1,6 @@
 """Threads for work that would block the event loop.
 
-Examples are reading large bodies, rendering and tokenizing prompts, and compiling grammars.
+Examples are reading large bodies, rendering and tokenizing prompts, compiling grammars, and decoding images.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import asyncio
 import contextvars
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from metal_engine.cancellation import Cancelled, caller_disconnected, check_cancelled
+from metal_engine.errors import OverloadedError
 from metal_engine.server.errors import shutting_down
 from metal_engine.server.large_bodies import ALWAYS_SMALL_BYTES
 
@@ -21,6 +23,8 @@ T = TypeVar("T")
 
 # Minimum size of a text for heavy work. A tokenizer takes 0.1 s for this size.
 HEAVY_BYTES = 1 << 18
+# Maximum number of requests whose images are loaded or wait for it. Each holds its body and its files.
+_MAX_LOADING = 256
 
 
 class Weight(enum.Enum):
@@ -28,12 +32,13 @@ class Weight(enum.Enum):
 
     The second part of a value is the number of threads. Threads that run Python code alternate with the event loop
     every 5 ms, so only few are for heavy work. Compiling waits for other processes. It has many threads, so that a
-    request for a known grammar does not queue behind slow compilations.
+    request for a known grammar does not queue behind slow compilations. Images wait for other processes and servers.
     """
 
     LIGHT = ("light", 4)
     HEAVY = ("heavy", 2)
     COMPILING = ("compiling", 64)
+    IMAGES = ("images", 64)
 
     @classmethod
     def of(cls, num_bytes: int) -> Weight:
@@ -55,6 +60,7 @@ class Workers:
         }
         self._in_flight: dict[threading.Event, tuple[Weight, Future[Any]]] = {}
         self._dropped: set[Weight] = set()
+        self._num_loading = 0
         self.num_heavy = 0
 
     @property
@@ -88,6 +94,17 @@ class Workers:
             raise
         finally:
             del self._in_flight[disconnected]
+
+    @contextmanager
+    def loading_images(self) -> Iterator[None]:
+        """Count a request whose images are loaded within this context. Raises OverloadedError at the limit."""
+        if self._num_loading >= _MAX_LOADING:
+            raise OverloadedError(f"the images of {self._num_loading} other requests are being loaded")
+        self._num_loading += 1
+        try:
+            yield
+        finally:
+            self._num_loading -= 1
 
     def drop(self, weight: Weight) -> None:
         """Cancel work of a kind and reject it from now on.

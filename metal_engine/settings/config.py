@@ -150,6 +150,11 @@ class ModelInfo:
     image_refusal: str | None = TEXT_ONLY
     vision: VisionConfig | None = None
 
+    @property
+    def images(self) -> str:
+        """``accepted`` if prompts may have images, otherwise ``refused``, with the reason."""
+        return "accepted" if self.image_refusal is None else f"refused: {self.image_refusal}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:

@@ -17,6 +17,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.errors import OverloadedError
@@ -100,10 +101,10 @@ def test_hostile_files_are_named(processing: ImageProcessing, name: str) -> None
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * _UNIT < 16 << 20
 
 
-def run_forked(data: bytes, seconds: float = 30.0) -> tuple[list[bytes], int]:
+def run_forked(data: bytes, seconds: float = 30.0, vision: VisionConfig = VISION) -> tuple[list[bytes], int]:
     """Process a file in a fork. Return its answers and its exit status."""
     ours, theirs = socket.socketpair()
-    families = {"high": find_family(VISION, 64)}
+    families = {"high": find_family(vision, 64)}
     families["high"].inputs(picture())
     pid = os.fork()
     if pid == 0:
@@ -125,6 +126,39 @@ def run_forked(data: bytes, seconds: float = 30.0) -> tuple[list[bytes], int]:
         except (EOFError, OSError):
             pass
     return answers, os.waitpid(pid, 0)[1]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_large_webp_files_are_decoded_within_the_memory(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the largest image in a quarter of the memory."""
+    monkeypatch.setattr(process, "MAX_GROWTH", process.MAX_GROWTH // 4)
+    file = encoded(Image.new(mode, (4096, 4096)), "WEBP", method=0)
+    answers, status = run_forked(file)
+    assert len(answers) == 6 and status == 0
+
+
+LFM2 = {"encoder_patch_size": 4, "min_image_tokens": 4, "max_image_tokens": 16, "tile_size": 32}
+
+
+@pytest.mark.parametrize(
+    "vision",
+    [
+        VISION,
+        VisionConfig(
+            family="mistral3",
+            image_token_id=IMAGE,
+            processor={"size": {"longest_edge": 64}},
+            patch_size=4,
+            merge_size=2,
+        ),
+        VisionConfig(family="lfm2_vl", image_token_id=IMAGE, processor=LFM2),
+    ],
+    ids=lambda vision: vision.family,
+)
+def test_images_that_are_too_narrow_for_the_model_are_refused(vision: VisionConfig) -> None:
+    answers, _ = run_forked(encoded(picture(2000, 10)), vision=vision)
+    problem = "has 2000 x 10 pixels: it is too narrow for the model's image processor"
+    assert [json.loads(answer)["error"] for answer in answers] == [problem] * 2
 
 
 @pytest.mark.parametrize("limit", ["image", "request"])

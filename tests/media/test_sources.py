@@ -48,8 +48,10 @@ def test_wrong_base64_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_other_urls_are_refused(url: str) -> None:
-    with pytest.raises(SourceError, match="data URL"):
-        ImageSource(url, "").read(("a",))
+    for allowed in (("a",), ()):
+        with pytest.raises(SourceError, match="data URL") as caught:
+            ImageSource(url, "").read(allowed)
+        assert ("or an http or https URL" in str(caught.value)) == (bool(allowed) and not url.startswith("data:"))
 
 
 def test_media_types_have_no_effect() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from mlx.utils import tree_flatten
 
 from metal_engine.build import build_engine
 from metal_engine.engine.device_access import DeviceAccess
@@ -43,15 +44,19 @@ class RecordedClaims(DeviceAccess):
         self.claims.append((num_bytes, loading_bytes, step_bytes))
 
 
-@pytest.mark.parametrize("takes_images", [True, False])
-def test_the_first_claim_covers_the_last(takes_images: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refused_for", ["", "a missing package", "a setting"])
+def test_the_first_claim_covers_the_last(refused_for: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_vision_checkpoint(tmp_path, QWEN3_VL)
-    if not takes_images:
+    if refused_for == "a missing package":
         monkeypatch.setattr("metal_engine.checkpoints.image_encoders._mlx_vlm_problem", lambda: "not installed")
+    wrong = '{"size": "large"}' if refused_for == "a setting" else None
     access = RecordedClaims()
-    config = build_engine(EngineArgs(model=str(tmp_path), **SIZES), access).core.config
-    assert (config.model.image_refusal is None) == takes_images
+    config = build_engine(EngineArgs(model=str(tmp_path), mm_processor_kwargs=wrong, **SIZES), access).core.config
+    assert (config.model.image_refusal is None) == (not refused_for)
     (first, _, step_bytes), (last, *_) = access.claims
     assert step_bytes is not None and last == config.peak_bytes <= first + step_bytes
     kept = config.scheduler.image_cache_tokens * config.model.feature_bytes
-    assert first == config.model.weight_bytes + config.kv_bytes + kept and (kept > 1 << 20) == takes_images
+    expected = config.model.weight_bytes + config.kv_bytes + kept
+    if refused_for == "a setting":  # the files' headers were counted before the setting was read
+        expected += sum(array.nbytes for _, array in tree_flatten(tiny_vision("qwen3_vl").encoder.parameters()))
+    assert first == expected and (kept > 1 << 20) == (not refused_for)

@@ -17,6 +17,8 @@ from PIL import Image
 from metal_engine.images import PromptImages
 from metal_engine.media.processing import ImageProcessing
 from metal_engine.request import PreparedRequest
+from metal_engine.server import workers
+from metal_engine.server.workers import Weight
 from metal_engine.settings.args import ServerArgs
 from tests.support.image_files import data_url, encoded, hostile_files, picture
 from tests.support.seeing import END, IMAGE, START, serve_seeing
@@ -287,7 +289,14 @@ def test_other_apis_name_their_own_fields(seeing: Served) -> None:
             {"input": [user({"type": "input_image", "image_url": wrong, "detail": 5})]},
             "input[0].content[0].detail must be a string",
         ),
-        *((MESSAGES, {"messages": [user({"type": kind})], "max_tokens": 1}, f"'{kind}' are not") for kind in MEDIA),
+        *(
+            (
+                MESSAGES,
+                {"messages": [user({"type": kind})], "max_tokens": 1},
+                f"'{kind}' are not supported here; send text and",
+            )
+            for kind in MEDIA
+        ),
         *((RESPONSES, {"input": [user({"type": f"input_{kind}"})]}, f"'input_{kind}' is not") for kind in MEDIA),
         (OLLAMA_GENERATE, {"prompt": "a", "images": [base64.b64encode(b"RIFF....WAVE").decode()]}, "images[0] is not"),
     ]
@@ -389,7 +398,7 @@ def test_files_are_handled_outside_the_event_loop(seeing: Served, monkeypatch: p
     large = data_url(encoded(Image.fromarray(photo)))
     assert len(large) > 7 << 20
     assert seeing.post(CHAT, {"messages": [user(image(large))], "max_tokens": 1}).status_code == 200
-    assert threads[0].startswith("heavy-work") and threads[1].startswith("compiling-work") and len(threads) == 2
+    assert threads[0].startswith("heavy-work") and threads[1].startswith("images-work") and len(threads) == 2
 
 
 @pytest.mark.parametrize("name", ["read", "decode"])
@@ -415,3 +424,31 @@ def test_the_event_loop_answers_while_images_are_read_and_decoded(
         assert seeing.post(CHAT, {"messages": [user(text("hi"))], "max_tokens": 2}).status_code == 200
         answered.set()
         assert waiting.result().status_code == 200
+
+
+def test_images_delay_only_images(seeing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While images occupy all of their threads, other requests are served, and further images get a 503."""
+    num_threads = Weight.IMAGES.value[1]
+    monkeypatch.setattr(workers, "_MAX_LOADING", num_threads)
+    started, answered = threading.Semaphore(0), threading.Event()
+    decode = ImageProcessing.decode
+
+    def slow(*args: Any, **options: Any) -> Any:
+        started.release()
+        assert answered.wait(DEADLINE), "other requests wait for images"
+        return decode(*args, **options)
+
+    monkeypatch.setattr(ImageProcessing, "decode", slow)
+    body = {"messages": [user(image(URL_A))], "max_tokens": 1}
+    with ThreadPoolExecutor(num_threads) as clients:
+        waiting = [clients.submit(seeing.post, CHAT, body) for _ in range(num_threads)]
+        assert all(started.acquire(timeout=DEADLINE) for _ in waiting)
+        with_grammar = {**body, "messages": [user(text("hi"))], "response_format": {"type": "json_object"}}
+        assert httpx.post(seeing.url + CHAT, json=with_grammar, timeout=DEADLINE / 2).status_code == 200
+        for path in (CHAT, "/tokenize"):
+            refused = seeing.post(path, body)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded", refused.text
+            assert refused.headers["retry-after"] == "1"
+        answered.set()
+        assert {request.result().status_code for request in waiting} == {200}
+    assert seeing.post(CHAT, body).status_code == 200

@@ -174,6 +174,7 @@ def test_what_is_shown_of_them(several: SeveralFakes) -> None:
         several.models["b"].config.model.kv_dtype,
         None,
     ]
+    assert [one.get("images") for one in health["models"]] == [None, "refused: the model takes text only", None]
     assert several.served.get("/ready").json() == {"ready": True}
     metrics = several.served.get("/metrics").text
     assert 'metal_engine:model_loaded{model_name="b"} 1.0' in metrics

@@ -133,6 +133,8 @@ RENAMED = {
 }
 # Maps efforts that chat templates do not support to the highest one that they support.
 _HIGHEST = {"xhigh": "high", "max": "high"}
+# Supported blocks of user messages and of the results of calls.
+_CONTENT = "text and images"
 
 
 def to_chat(body: CountTokensBody) -> ChatCompletionBody:
@@ -270,13 +272,13 @@ def _with_error(content: str | list[Part]) -> str | list[Part]:
 def _content(blocks: list[tuple[dict[str, Any], str]]) -> str | list[Part]:
     """Convert blocks, each with its path in the request, to a text, or to parts if there are images."""
     if all(block["type"] != "image" for block, _ in blocks):
-        return _text([block for block, _ in blocks])
+        return _text([block for block, _ in blocks], _CONTENT)
     parts: list[Part] = []
     for block, place in blocks:
         if block["type"] == "image":
             parts.append({"type": "image_url", "image_url": _image(block.get("source"), f"{place}.source")})
         else:
-            parts.append({"type": "text", "text": _text([block])})
+            parts.append({"type": "text", "text": _text([block], _CONTENT)})
     return parts
 
 
@@ -323,13 +325,13 @@ def _assistant_turn(content: str | list[dict[str, Any]], place: str) -> list[Mes
 _TURNS = {"user": _user_turn, "assistant": _assistant_turn, "system": _system_turn}
 
 
-def _text(content: str | list[dict[str, Any]]) -> str:
+def _text(content: str | list[dict[str, Any]], supported: str = "text") -> str:
     if isinstance(content, str):
         return content
     texts = []
     for block in content:
         if block["type"] != "text":
-            raise ValueError(f"blocks of type {short(block['type'])} are not supported here; send text")
+            raise ValueError(f"blocks of type {short(block['type'])} are not supported here; send {supported}")
         texts.append(block["text"])
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("a text block's text must be a string")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from metal_engine.errors import OverloadedError, PromptError
@@ -18,27 +19,31 @@ if TYPE_CHECKING:
     from metal_engine.server.generation.preparation import ServedModel
 
 
-async def load_images(served: ServedModel, sources: Sequence[ImageSource], num_bytes: int) -> list[LoadedImage]:
+async def load_images(
+    served: ServedModel, sources: Sequence[ImageSource], num_bytes: int, *, max_tokens: int | None = None
+) -> list[LoadedImage]:
     """Return the images of a request, in order.
 
     Args:
         num_bytes: size of the request's body in bytes.
+        max_tokens: maximum number of tokens of all images, as in :meth:`ImageProcessing.decode`; None for the context
+            length.
 
     Raises:
         APIError: status 400 with the place of the image that cannot be used, or 503 if too many requests wait.
     """
     if not sources:
         return []
-    processing = _processing(served, sources)
-    max_tokens = served.engine.config.scheduler.max_model_len
-    details = [source.detail for source in sources]
-
-    def decode(files: list[bytes]) -> list[LoadedImage]:
-        with _errors_as_api_errors(sources):
-            return processing.decode(files, details, max_tokens=max_tokens)
-
-    files = await _read(served, processing, sources, num_bytes)
-    return await served.workers.run(Weight.COMPILING, decode, files)
+    processing, workers = _processing(served, sources), served.workers
+    most = served.engine.config.scheduler.max_model_len if max_tokens is None else max_tokens
+    with _errors_as_api_errors(sources), workers.loading_images():
+        # Decoding base64 takes this process's time. Downloads wait for other servers.
+        weight = Weight.IMAGES if any(source.is_download for source in sources) else Weight.of(num_bytes)
+        files = await workers.run(
+            weight, partial(processing.read, sources, allowed_domains=served.allowed_media_domains)
+        )
+        details = [source.detail for source in sources]
+        return await workers.run(Weight.IMAGES, partial(processing.decode, files, details, max_tokens=most))
 
 
 async def with_image_tokens(
@@ -47,28 +52,10 @@ async def with_image_tokens(
     """Return the token ids of a prompt with the tokens of its images. Raises as :func:`load_images`."""
     if not sources:
         return token_ids
-    processing = _processing(served, sources)
-    details = [source.detail for source in sources]
-
-    def insert(files: list[bytes]) -> list[int]:
-        with _errors_as_api_errors(sources):
-            images = processing.decode(files, details, max_tokens=0)
-            return processing.insert(token_ids, images)[0]
-
-    files = await _read(served, processing, sources, num_bytes)
-    return await served.workers.run(Weight.COMPILING, insert, files)
-
-
-async def _read(
-    served: ServedModel, processing: ImageProcessing, sources: Sequence[ImageSource], num_bytes: int
-) -> list[bytes]:
-    def read() -> list[bytes]:
-        with _errors_as_api_errors(sources):
-            return processing.read(sources, allowed_domains=served.allowed_media_domains)
-
-    # Decoding waits for another process, and a download for another server, so both have threads of their own.
-    is_download = any(source.is_download for source in sources)
-    return await served.workers.run(Weight.COMPILING if is_download else Weight.of(num_bytes), read)
+    images = await load_images(served, sources, num_bytes, max_tokens=0)
+    with _errors_as_api_errors(sources):
+        insert = _processing(served, sources).insert
+        return (await served.workers.run(Weight.of(num_bytes), insert, token_ids, images))[0]
 
 
 def _processing(served: ServedModel, sources: Sequence[ImageSource]) -> ImageProcessing:

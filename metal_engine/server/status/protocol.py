@@ -85,9 +85,9 @@ class ModelHealth(BaseModel):
     """Health of one of several models.
 
     ``memory_bytes`` is the memory reserved for the model. ``requests`` counts current requests. ``loads`` counts loads
-    so far. ``attention`` and ``kv_cache_dtype`` are as in :class:`Health`, and null while the model is not loaded.
-    ``restarting`` is true while requests wait for a new engine. ``error`` is the reason why the last load failed, or
-    why the engine has stopped.
+    so far. ``attention``, ``kv_cache_dtype`` and ``images`` are as in :class:`Health`, and null while the model is not
+    loaded. ``restarting`` is true while requests wait for a new engine. ``error`` is the reason why the last load
+    failed, or why the engine has stopped.
     """
 
     name: str
@@ -100,6 +100,7 @@ class ModelHealth(BaseModel):
     kv_cache_usage: float = 0.0
     attention: str | None = None
     kv_cache_dtype: str | None = None
+    images: str | None = None
     preemptions: int = 0
     failed_steps: int = 0
     unconstrained_calls: int = 0

@@ -114,7 +114,8 @@ def _health(entry: ModelEntry) -> ModelHealth:
     health.kv_cache_usage = stats.num_used_blocks / stats.num_blocks
     health.failed_steps, health.attention = engine.metrics.num_failed_steps, engine.config.attention
     health.unconstrained_calls = engine.metrics.num_unconstrained_calls
-    health.kv_cache_dtype, health.restarting = engine.config.model.kv_dtype, engine.is_restarting
+    health.kv_cache_dtype, health.images = engine.config.model.kv_dtype, engine.config.model.images
+    health.restarting = engine.is_restarting
     if entry.failure is not None:
         health.error = f"its engine has stopped: {entry.failure!r}"
     return health

@@ -128,7 +128,7 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, shows_parameters: bool
         dispatch=engine.config.dispatch or None,
         command_buffers=None if (limits := engine.config.command_buffers) is None else str(limits),
         replay=_replay(served),
-        images=_images(engine.config.model.image_refusal),
+        images=engine.config.model.images,
         preemptions=stats.num_preemptions,
         failed_steps=engine.metrics.num_failed_steps,
         unconstrained_calls=engine.metrics.num_unconstrained_calls,
@@ -147,10 +147,6 @@ def _status(served: ServedModel, lifecycle: Lifecycle) -> Literal["ok", "drainin
     if served.engine.error is not None:
         return "error"
     return "draining" if lifecycle.draining else "restarting" if served.engine.is_restarting else "ok"
-
-
-def _images(refusal: str | None) -> str:
-    return "accepted" if refusal is None else f"refused: {refusal}"
 
 
 def _replay(served: ServedModel) -> str:

@@ -26,7 +26,7 @@ FLAGS = (
     *("--served-model-name", "tiny", "--max-model-len", "640", "--max-num-batched-tokens", "128"),
     *("--max-num-seqs", "64", "--block-size", "8", "--num-gpu-blocks-override", "400", "--log-level", "warning"),
 )
-KINDS = {"plain", "stream", "n, streamed", "a chat"}
+KINDS = {"plain", "stream", "n, streamed", "a chat", "a schema"}
 # Growth of the idle server's resident memory between two rounds. An image of a round takes up to 256 MiB when decoded.
 MAX_GROWTH = 32 << 20
 # CPU time in seconds that the event loop may work between two ticks, and that a thread may keep Python's lock.
