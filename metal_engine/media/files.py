@@ -92,11 +92,12 @@ def decoded(image: Image.Image) -> Image.Image:
 
 def _loaded(image: Image.Image) -> Image.Image:
     """Return an opened image with the pixels of its first frame."""
-    if not isinstance(image, WebPImageFile):
+    if not isinstance(image, WebPImageFile) or getattr(image, "_decoder", None) is None:
         image.load()
         return image
+    # Pillow would make two more copies of a WebP image, and keep them with the decoder.
     frame = image._decoder.get_next()
-    image._decoder = None  # Pillow keeps it, with two more copies of the pixels
+    image._decoder = None
     if frame is None:
         raise EOFError("the first frame is missing")
     return Image.frombuffer(image.rawmode, image.size, frame[0], "raw", image.rawmode, 0, 1)
