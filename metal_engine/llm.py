@@ -72,8 +72,8 @@ class LLM:
         engine = self._thread.start(self._dispatch)
         self._core, self._preparer, self._adapters = engine.core, engine.preparer, engine.adapters
         self._client = EngineClient(self._thread, self.tokenizer, self.config.seed)
-        if args.num_ranks > 1:  # if the program ends without close(), notify the other ranks
-            atexit.register(self._thread.shutdown)
+        # If the program ends without close(): a thread in MLX would abort the process, and other ranks would wait.
+        atexit.register(self._thread.shutdown)
         self._ids = itertools.count()
 
     @property

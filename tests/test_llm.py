@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -44,6 +46,22 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr(llm_module, "build_engine", lambda args: tiny_engine())
     with LLM("tiny") as llm:
         yield llm
+
+
+_UNCLOSED = """
+import atexit, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate() if thread.name == "engine"]))
+from metal_engine import llm
+from tests.support.tiny_engine import tiny_engine
+llm.build_engine = lambda args: tiny_engine()
+unclosed = llm.LLM("tiny")
+print(unclosed.generate("a", use_tqdm=False)[0].finish_reason)
+"""
+
+
+def test_a_program_without_close_ends_the_engine_before_python_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", _UNCLOSED], capture_output=True, text=True, check=True)
+    assert done.stdout == "length\n[]\n"
 
 
 def generate(llm: LLM, prompts: Any, *params: Any) -> Any:
