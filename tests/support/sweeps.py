@@ -1,0 +1,14 @@
+"""Parameters of sweeps, of which `make test` runs a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def sweep(values: Iterable[Any], quick: Callable[..., bool]) -> list[Any]:
+    """Return parameters. `make test` runs those for which ``quick`` is true. A tuple is a test's arguments."""
+    cases = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*case, marks=() if quick(*case) else pytest.mark.full) for case in cases]
