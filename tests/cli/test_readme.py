@@ -38,8 +38,8 @@ def all_commands(text: str) -> list[tuple[str, str]]:
 class Terminal:
     """Runs the page's commands in a separate folder. Servers run until the end.
 
-    A page sends requests to the server that it started last. The same command means the same server again, with and
-    without the flags of `make`, which are the defaults.
+    A page sends requests to the server that it started last. A repeated command selects its server.
+    The host and the port of a `make` command are ignored, because they are the defaults.
     """
 
     def __init__(self, folder: Path) -> None:

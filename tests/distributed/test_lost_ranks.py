@@ -120,6 +120,7 @@ def test_a_signal_to_all_ranks_loses_no_request(model: Path) -> None:
         assert "CRITICAL" not in server.said()
 
 
+@pytest.mark.full
 def test_a_program_that_does_not_close_its_llm_loses_no_rank(model: Path) -> None:
     program = (
         "from metal_engine import LLM, SamplingParams\n"

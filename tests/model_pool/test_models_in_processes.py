@@ -187,6 +187,7 @@ def test_one_dies_and_others_go_on(folder: Path, own: dict[str, Any]) -> None:
     run(test)
 
 
+@pytest.mark.full
 def test_room_for_two(folder: Path, own: dict[str, Any]) -> None:
     """Three models get requests at once. The answers are correct, and the reserved memory stays within the budget."""
 

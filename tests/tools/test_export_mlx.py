@@ -27,6 +27,7 @@ def folder(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_mlx_lm_and_we_generate_the_same(folder: Path, reference_model: Any, demo_tokenizer: Tokenizer) -> None:
     prompt = demo_tokenizer.encode(PROMPT)
     expected = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=8)]

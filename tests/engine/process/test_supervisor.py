@@ -166,18 +166,28 @@ def test_too_many_deaths_end_the_engine() -> None:
         engine.shutdown()
 
 
-def test_answers_are_whole_whatever_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+FAULTS = {
+    "hang": "hangs: it has computed no step for 1.5 s",
+    "load": "the model cannot be loaded: the engine's process has ended with SIGKILL",
+    "abort": "has ended with SIGABRT (last words: ",
+    "loading": "hangs: it has been loading the model for",
+    "refused": "--block-size is wrong",
+    "device": "3 steps in a row have failed, the last with RuntimeError: [METAL] Command buffer execution failed",
+    "stop": "hangs: it has computed no step for 1.5 s",
+    "nonsense": "has sent an invalid message",
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("load", "abort", "loading", "device", "stop"), pytest.param(tuple(FAULTS), marks=pytest.mark.full)],
+    ids=["some", "all"],
+)
+def test_answers_are_whole_whatever_fails(
+    names: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each process fails in another way. The log has one line about each failure, and no request hangs."""
-    faults = {
-        "hang": "hangs: it has computed no step for 1.5 s",
-        "load": "the model cannot be loaded: the engine's process has ended with SIGKILL",
-        "abort": "has ended with SIGABRT (last words: ",
-        "loading": "hangs: it has been loading the model for",
-        "refused": "--block-size is wrong",
-        "device": "3 steps in a row have failed, the last with RuntimeError: [METAL] Command buffer execution failed",
-        "stop": "hangs: it has computed no step for 1.5 s",
-        "nonsense": "has sent an invalid message",
-    }
+    faults = {name: FAULTS[name] for name in names}
     limits = {"step_seconds": 1.5, "load_seconds": 3.0}
     engine = started("faulty", max_restarts=30, limits=limits, folder=str(tmp_path), faults=list(faults))
     try:

@@ -109,6 +109,7 @@ def test_behind_a_step_is_given_before_the_one_before_is_waited_for(on_device: O
     assert max(found["unfinished"]) > 1, "the step behind was waited for, too"  # one: of waiting itself
 
 
+@pytest.mark.full
 def test_after_the_end_a_step_is_given_when_the_one_before_has_been_waited_for(on_device: OnDevice) -> None:
     seen = on_device("order", behind=False)["seen"]
     assert seen == ["give", "plan", "build", "wait", "give", "tokens"] * 3
