@@ -180,7 +180,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(
     "names",
-    [("load", "abort", "loading", "device", "stop"), pytest.param(tuple(FAULTS), marks=pytest.mark.full)],
+    [("load", "abort", "device", "stop"), pytest.param(tuple(FAULTS), marks=pytest.mark.full)],
     ids=["some", "all"],
 )
 def test_answers_are_whole_whatever_fails(
@@ -188,7 +188,7 @@ def test_answers_are_whole_whatever_fails(
 ) -> None:
     """Each process fails in another way. The log has one line about each failure, and no request hangs."""
     faults = {name: FAULTS[name] for name in names}
-    limits = {"step_seconds": 1.5, "load_seconds": 3.0}
+    limits = {"step_seconds": 1.5, "load_seconds": 10.0}
     engine = started("faulty", max_restarts=30, limits=limits, folder=str(tmp_path), faults=list(faults))
     try:
         with caplog.at_level(logging.ERROR):
