@@ -123,7 +123,7 @@ def test_streams_are_the_same(tiny: Served, parallel: bool) -> None:
     body: dict[str, Any] = {
         "tools": TOOLS,
         "tool_choice": "required",
-        "max_tokens": 100,
+        "max_tokens": 150,
         "seed": 0,
         "parallel_tool_calls": parallel,
     }
