@@ -290,6 +290,15 @@ def test_leaving_a_stream_aborts_it(llm: LLM) -> None:
     assert llm.stats.num_used_blocks == 0
 
 
+@pytest.mark.full
+def test_chat_command_with_its_own_engine(demo_path: Path) -> None:
+    command = [sys.executable, "-m", "metal_engine", "chat", "demo", "--temperature", "0", "--max-tokens", "20", *SMALL]
+    lines = "What is the capital of France?\n/reset\nWhat is the capital of France?\n\n"
+    done = subprocess.run(command, cwd=ROOT, input=lines, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "The capital of France is Paris.\n" * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
