@@ -28,6 +28,7 @@ from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from tests.support.checkpoint_files import write_tokenizer
+from tests.support.sweeps import sweep
 from tests.support.vision import (
     CONFIGS,
     GEMMA3,
@@ -143,27 +144,25 @@ def text_prompt(engine: BuiltEngine) -> list[int]:
     return run_prompt(engine, VisionPrompt([1, 2, 3, 4], None), 3)
 
 
-@pytest.mark.parametrize(
-    ("config", "options"),
-    [
-        (QWEN3_VL, {}),
-        (QWEN3_VL, {"as_published": True}),
-        (QWEN3_5, {"sidecar": True}),
-        (QWEN3_VL, {"bits": 8}),
-        (QWEN3_VL, {"dtype": mx.bfloat16}),
-        (CONFIGS["smolvlm"], {}),
-        (CONFIGS["smolvlm"], {"as_published": True}),
-        (CONFIGS["smolvlm"], {"bits": 8}),
-        (CONFIGS["internvl"], {}),
-        (INTERNVL_CHAT, {}),
-        (CONFIGS["gemma4 small"], {"as_published": True}),
-    ],
-    ids=[
-        *("plain", "as published", "sidecar", "quantized", "half precision"),
-        *("smolvlm", "smolvlm as published", "smolvlm quantized", "internvl", "internvl_chat", "gemma4 small"),
-    ],
-)
-def test_a_checkpoint_with_an_encoder(tmp_path: Path, config: dict[str, Any], options: dict[str, Any]) -> None:
+CHECKPOINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": (QWEN3_VL, {}),
+    "as published": (QWEN3_VL, {"as_published": True}),
+    "sidecar": (QWEN3_5, {"sidecar": True}),
+    "quantized": (QWEN3_VL, {"bits": 8}),
+    "half precision": (QWEN3_VL, {"dtype": mx.bfloat16}),
+    "smolvlm": (CONFIGS["smolvlm"], {}),
+    "smolvlm as published": (CONFIGS["smolvlm"], {"as_published": True}),
+    "smolvlm quantized": (CONFIGS["smolvlm"], {"bits": 8}),
+    "internvl": (CONFIGS["internvl"], {}),
+    "internvl_chat": (INTERNVL_CHAT, {}),
+    "gemma4 small": (CONFIGS["gemma4 small"], {"as_published": True}),
+}
+QUICK = ("as published", "sidecar", "smolvlm quantized", "internvl_chat")
+
+
+@pytest.mark.parametrize("name", sweep(CHECKPOINTS, lambda name: name in QUICK))
+def test_a_checkpoint_with_an_encoder(tmp_path: Path, name: str) -> None:
+    config, options = CHECKPOINTS[name]
     tiny = write_vision_checkpoint(tmp_path / "m", config, **options)
     engine = build_engine(EngineArgs(model=str(tmp_path / "m"), **SIZES))
     model, scheduler = engine.core.config.model, engine.core.config.scheduler

@@ -22,7 +22,9 @@ from tests.test_image_input import PARTS, SIZES, run_prompt, write_vision_checkp
 from tools.fixtures.lora_adapters import products_for, write_peft
 
 
-@pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_5], ids=["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(QWEN3_VL, marks=pytest.mark.full), QWEN3_5], ids=["qwen3_vl", "qwen3_5"]
+)
 def test_a_store_of_kv(config: dict[str, Any], tmp_path: Path) -> None:
     """A restarted engine loads the KV of a known prompt, and computes a prompt with another image.
 

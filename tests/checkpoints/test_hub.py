@@ -111,42 +111,43 @@ def test_errors_say_what_is_wrong_and_what_to_do(repos: dict[str, Repo], tmp_pat
         assert all(word in text for word in words), text
 
 
+NEAR_MISSES = {
+    "demoo": "did you mean demo?",
+    "org/plian": "did you mean org/plain?",
+    "plain": "did you mean org/plain?",
+    "something/else": "give a local directory",
+}
+
+
 def test_fetched_once_then_found_without_a_network(repos: dict[str, Repo], tmp_path: Path) -> None:
-    model = {"model": "org/plain"}
+    """Near misses are named, with a network and without."""
+    model, other = {"model": "org/plain"}, {"model": "org/other"}
+    near = [{"model": name} for name in NEAR_MISSES]
+    cut = {**model, "download_dir": str(tmp_path / "cut")}
     with FakeHub(repos) as hub:
-        assert load_all([model, {**model, "revision": "v2"}], hub.url, tmp_path) == [LOADED, LOADED]
+        assert load_all([model, {**model, "revision": "v2"}, cut], hub.url, tmp_path) == [LOADED] * 3
         assert not any("README" in path or ".bin" in path for path in hub.requests)
         downloads = [path for path in hub.requests if path.endswith(".safetensors")]
         assert downloads
         hub.requests.clear()
-        assert load_all([model], hub.url, tmp_path) == [LOADED]
-        assert not any("/resolve/" in path for path in hub.requests)
-    # The cache is used if the hub cannot be reached, and if requests to the hub are forbidden.
-    other = {"model": "org/other"}
-    unreachable = load_all([model, other], closed_port(), tmp_path)
-    assert unreachable[0] == LOADED
-    assert "cannot be reached" in unreachable[1][1]
-    assert "give a local directory" in unreachable[1][1]
-    offline = load_all([model, other], hub.url, tmp_path, HF_HUB_OFFLINE="1")
-    assert offline[0] == LOADED
-    assert "HF_HUB_OFFLINE" in offline[1][1]
+        loaded, *online = load_all([model, *near], hub.url, tmp_path)
+        assert loaded == LOADED
+        assert not any("/resolve/" in path for path in hub.requests if "org/plain" in path)
     # An interrupted download.
-    for shard in tmp_path.rglob("model-00001-of-00002.safetensors"):
+    for shard in (tmp_path / "cut").rglob("model-00001-of-00002.safetensors"):
         shard.unlink()
-    cut = load_all([model], closed_port(), tmp_path)
-    assert cut[0][0] == "error"
-    assert "half-downloaded" in cut[0][1]
-
-
-def test_near_misses_are_named(repos: dict[str, Repo], tmp_path: Path) -> None:
-    cases = [{"model": name} for name in ("demoo", "org/plian", "plain", "something/else")]
-    hints = ["did you mean demo?", "did you mean org/plain?", "did you mean org/plain?", "give a local directory"]
-    with FakeHub(repos) as hub:
-        loaded, *online = load_all([{"model": "org/plain"}, *cases], hub.url, tmp_path)
-    assert loaded == LOADED
-    offline = load_all(cases, hub.url, tmp_path, HF_HUB_OFFLINE="1")
+    # The cache is used if the hub cannot be reached, and if requests to the hub are forbidden.
+    found, unreachable, interrupted = load_all([model, other, cut], closed_port(), tmp_path)
+    assert found == LOADED
+    assert "cannot be reached" in unreachable[1]
+    assert "give a local directory" in unreachable[1]
+    assert interrupted[0] == "error"
+    assert "half-downloaded" in interrupted[1]
+    found, forbidden, *offline = load_all([model, other, *near], hub.url, tmp_path, HF_HUB_OFFLINE="1")
+    assert found == LOADED
+    assert "HF_HUB_OFFLINE" in forbidden[1]
     for results in (online, offline):
-        for (kind, text), hint in zip(results, hints, strict=True):
+        for (kind, text), hint in zip(results, NEAR_MISSES.values(), strict=True):
             assert kind == "error" and hint in text, text
 
 

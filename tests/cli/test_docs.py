@@ -1,18 +1,16 @@
-"""Tests docs/cli.md: its commands run and print the shown output, and its tables and messages match the program."""
+"""Tests docs/cli.md and `--help`: tables, messages and flags match the program."""
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
-import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
@@ -22,7 +20,6 @@ from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.fields import Listing, Setting, settings_of
 from metal_engine.settings.multi_model import RegistryArgs
 from tools.docs.cli import PAGE, with_tables
-from tools.fixtures.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -68,182 +65,59 @@ def as_pattern(text: str) -> re.Pattern[str]:
     return re.compile(".*?".join(map(re.escape, text.split(ANYTHING))), re.DOTALL)
 
 
-class Terminal:
-    """Runs the page's commands in a separate folder. Servers run until the end.
-
-    The page sends requests to the server that it started last. The same command means the same server again.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        # Keys are the commands that started the servers.
-        self.servers: dict[str, subprocess.Popen[str]] = {}
-        self.ports: dict[str, int] = {}
-        self.port = 0
-        # As `make` leaves it, with a script that puts it on the path.
-        bin = folder / ".venv" / "bin"
-        bin.mkdir(parents=True)
-        for name, program in (("metal-engine", " -m metal_engine"), ("python", "")):
-            command = bin / name
-            command.write_text(f'#!/bin/sh\nexec "{sys.executable}"{program} "$@"\n')
-            command.chmod(0o755)
-        (bin / "activate").write_text(f'PATH="{bin}:$PATH"\n')
-        path = f"{bin}{os.pathsep}{os.environ['PATH']}"
-        # An engine tries its largest step when it starts, and clears its KV cache: seconds for the default sizes.
-        small = {
-            "METAL_ENGINE_MAX_NUM_BATCHED_TOKENS": "128",
-            "METAL_ENGINE_MAX_NUM_SEQS": "8",
-            "METAL_ENGINE_KV_CACHE_MEMORY_BYTES": "512MiB",
-        }
-        self.env = {**os.environ, **small, "PATH": path, "PYTHONPATH": str(ROOT)}
-
-    def local(self, text: str) -> str:
-        """Replace the port in a text of the page by the server's real port."""
-        return text.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
-
-    @staticmethod
-    def recipe(command: str) -> list[str]:
-        """Return the commands that a `make` command would run, with everything installed."""
-        of_make = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MODEL", "HOST", "PORT", "ARGS")  # one may be running the tests
-        done = subprocess.run(
-            ["make", "--dry-run", "--old-file", ".venv/.installed", *shlex.split(command, comments=True)[1:]],
-            cwd=ROOT,
-            env={name: value for name, value in os.environ.items() if name not in of_make},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return [line.strip().removeprefix(".venv/bin/") for line in done.stdout.splitlines()]
-
-    def run(self, command: str, expected: str) -> None:
-        if command.startswith("make "):
-            (command,) = self.recipe(command)
-        if " serve " in command and "URL:" in expected:
-            printed = self.serve(command)
-        else:
-            done = subprocess.run(
-                ["bash", "-c", self.local(command)],
-                cwd=self.folder,
-                env=self.env,
-                capture_output=True,
-                text=True,
-                timeout=120,
-            )
-            printed = done.stdout + done.stderr
-            assert (done.returncode != 0) == expected.startswith("error:"), printed
-        lines = self.local(expected).splitlines()
-        pattern = "\n".join(".*" if line == ANYTHING else as_pattern(line).pattern for line in lines)
-        assert re.search(pattern, printed, re.DOTALL), f"$ {command}\n{printed}\nexpected:\n{self.local(expected)}"
-
-    def log(self, command: str) -> Path:
-        return self.folder / f"server-{self.ports[command]}.log"
-
-    def serve(self, command: str) -> str:
-        """Start the server, or select the one that this command has started. Return its output."""
-        if command in self.servers:
-            self.port = self.ports[command]
-            return self.log(command).read_text()
-        self.port = self.ports[command] = free_port()
-        shell = command.replace("metal-engine serve", "exec metal-engine serve")
-        env = dict(self.env)
-        if "--config" in command:  # the file's own setting must apply
-            del env["METAL_ENGINE_KV_CACHE_MEMORY_BYTES"]
-        with self.log(command).open("w") as stderr:
-            self.servers[command] = server = subprocess.Popen(
-                ["bash", "-c", f"{shell} --port {self.port}"], cwd=self.folder, env=env, stderr=stderr, text=True
-            )
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                httpx.get(f"http://127.0.0.1:{self.port}/health").raise_for_status()
-                return self.log(command).read_text()
-            except httpx.HTTPError:
-                assert server.poll() is None and time.monotonic() < deadline, self.log(command).read_text()
-                time.sleep(0.2)
-
-    def stop(self) -> None:
-        """Stop the servers with a signal, and check that they end well."""
-        for command, server in self.servers.items():
-            server.send_signal(signal.SIGTERM)
-            status = server.wait(60)
-            log = self.log(command).read_text()
-            assert status == 0 and "Traceback" not in log, log
-
-    def kill(self) -> None:
-        for server in self.servers.values():
-            server.kill()
-            server.wait()
+COMMANDS: dict[str, tuple[type, ...]] = {
+    "": (),
+    "serve": (ServerArgs, EngineArgs, RegistryArgs),
+    "chat": (ChatArgs, EngineArgs),
+    "pull": (),
+    "list": (),
+    "show": (),
+    "rm": (),
+    "doctor": (),
+    "launch": (),
+    "ps": (),
+    "bench": (),
+    "bench serve": (BenchServeArgs,),
+    "bench throughput": (BenchThroughputArgs, EngineArgs),
+    "bench latency": (BenchLatencyArgs, EngineArgs),
+}
+# Runs commands in one process. Prints status, text, and the slow packages that were imported so far, after each.
+HELP = """
+import json, sys
+from typer.testing import CliRunner
+from metal_engine.cli.main import app
+for arguments in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, arguments.split())
+    slow = [name for name in ("mlx", "transformers", "fastapi") if name in sys.modules]
+    print(json.dumps([done.exit_code, done.stdout, slow]))
+"""
 
 
-def commands(block: str) -> list[tuple[str, str]]:
-    """Return the command and its expected output for each `$` line. A command ends when its quotes are closed."""
-    result = []
-    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-        lines = part.rstrip("\n").split("\n")
-        length = 1
-        while "\n".join(lines[:length]).count("'") % 2:
-            length += 1
-        result.append(("\n".join(lines[:length]), "\n".join(lines[length:])))
-    return result
+@pytest.fixture(scope="module")
+def helps() -> dict[str, Any]:
+    asked = [f"{name} {option}".strip() for name in COMMANDS for option in ("--help", "--help-all")]
+    env = {**os.environ, "COLUMNS": "250"}
+    command = [sys.executable, "-c", HELP, json.dumps(asked)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=60, check=True)
+    return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-    assert {kind for kind, _ in blocks} == {"console", "yaml"}
-    terminal = Terminal(tmp_path)
-    num_commands = 0
-    try:
-        for kind, block in blocks:
-            if kind == "yaml":
-                name = block.splitlines()[0].removeprefix("# ")
-                (tmp_path / name).write_text(block)
-                continue
-            for command, expected in commands(block):
-                terminal.run(command, expected)
-                num_commands += 1
-        terminal.stop()
-    finally:
-        terminal.kill()
-    assert num_commands >= 10
-
-
-@pytest.mark.parametrize(
-    ("name", "classes"),
-    [
-        ("", ()),
-        ("serve", (ServerArgs, EngineArgs, RegistryArgs)),
-        ("chat", (ChatArgs, EngineArgs)),
-        ("pull", ()),
-        ("list", ()),
-        ("show", ()),
-        ("rm", ()),
-        ("doctor", ()),
-        ("launch", ()),
-        ("ps", ()),
-        ("bench", ()),
-        ("bench serve", (BenchServeArgs,)),
-        ("bench throughput", (BenchThroughputArgs, EngineArgs)),
-        ("bench latency", (BenchLatencyArgs, EngineArgs)),
-    ],
-)
-def test_help(name: str, classes: tuple[type, ...]) -> None:
+@pytest.mark.parametrize(("name", "classes"), COMMANDS.items())
+def test_help(helps: dict[str, Any], name: str, classes: tuple[type, ...]) -> None:
     """``--help`` and ``--help-all`` list their flags, show no Python types, and import nothing heavy."""
     settings = settings_of(*classes)
     shown = {Listing.HELP}
     for option in ("--help", "--help-all"):
-        command = [sys.executable, "-X", "importtime", "-m", "metal_engine", *name.split(), option]
-        env = {**os.environ, "COLUMNS": "250"}
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=60)
-        assert done.returncode == 0
-        listed = re.findall(r"^│ (--[\w-]+)", done.stdout, re.MULTILINE)
+        status, text, slow = helps[f"{name} {option}".strip()]
+        assert status == 0 and slow == []
+        listed = re.findall(r"^│ (--[\w-]+)", text, re.MULTILINE)
         assert [one.flag for one in settings if (one.flag in listed) != (one.listing in shown)] == []
-        assert "--help " in done.stdout and not re.search(r"<\w+", done.stdout)
-        assert not re.search(r"\| +(mlx|transformers|fastapi)(\.|$)", done.stderr, re.MULTILINE)
+        assert "--help " in text and not re.search(r"<\w+", text)
         assert ("--help-all" in listed) == (Listing.HELP_ALL in {one.listing for one in settings})
         if "--help-all" not in listed:
             return
         num_flags = sum(one.has_flag for one in settings)
-        assert f"Show all {num_flags} flags" in done.stdout
+        assert f"Show all {num_flags} flags" in text
         shown.add(Listing.HELP_ALL)
 
 

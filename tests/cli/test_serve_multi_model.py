@@ -26,6 +26,7 @@ from metal_engine.settings.fields import format_size
 from metal_engine.settings.multi_model import RegistryArgs, models_memory, per_model_args
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.engine_child import is_running
+from tests.support.ranked_server import children_of
 from tests.support.serving import serve, wait_until
 from tools.fixtures.ports import free_port
 
@@ -63,8 +64,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Server with one model named in a file of settings, and the models of a folder. SIGINT ends it with status 0."""
+def process(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """Yield URL and process id of a server with one model named in a file of settings, and the models of a folder.
+
+    SIGINT ends it with status 0, and no process of an engine stays.
+    """
     config = tmp_path_factory.mktemp("config") / "config.yaml"
     config.write_text(f"model: [{folder / 'one'}]\nmodels-dir: {folder}\nmodels-memory: 64MiB\n")
     url = f"http://127.0.0.1:{(port := free_port())}"
@@ -76,14 +80,21 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         return is_ready(url)
 
     wait_until(is_up, "the server")
-    yield url
+    yield url, process.pid
+    left = children_of(process.pid)
     process.send_signal(signal.SIGINT)
     _, log = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in log, log
+    assert left and not any(map(is_running, left))
     assert re.search(
         rf"loaded:       {folder / 'one'} \([\d.]+ MiB, KV cache in int8, temperature 1, top_p 1\)", log
     ), log
     assert "on demand:    one, org/two" in log, log
+
+
+@pytest.fixture(scope="module")
+def server(process: tuple[str, int]) -> str:
+    return process[0]
 
 
 def test_ps(server: str, folder: Path) -> None:
@@ -136,41 +147,26 @@ def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
         assert result.exit_code == 1 and problem in " ".join(result.stderr.split()), (arguments, result.stderr)
 
 
-def test_models_in_processes_of_their_own(folder: Path) -> None:
-    """The server loads no MLX. A stream survives the death of its engine. A kill of the server leaves no process."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    serve_command = [sys.executable, "-m", "metal_engine", "serve", "--models-dir", str(folder), "--port", str(port)]
-    command = [*serve_command, "--models-memory", "64MiB", *SMALL]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-
-    def workers() -> list[int]:
-        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
-        rows = [line.split() for line in listed.stdout.splitlines()]
-        return [int(pid) for pid, parent in rows if int(parent) == process.pid]
-
-    try:
-        wait_until(lambda: process.poll() is not None or is_ready(url), "the server")
-        (first,) = workers()
-        body = {"model": "one", "prompt": "a", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
-        whole = [line for line in httpx.post(f"{url}/v1/completions", json=body, timeout=60).iter_lines() if line]
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-            lines = (line for line in response.iter_lines() if line)
-            received = [next(lines)]
-            os.kill(first, signal.SIGKILL)
-            wait_until(lambda: '"restarting":true' in httpx.get(f"{url}/health").text, "the restart")
-            other = {**body, "model": "org/two", "stream": False}
-            assert httpx.post(f"{url}/v1/completions", json=other, timeout=60).is_success
-            received += lines
-        assert text_of(received) == text_of(whole)
-        assert httpx.get(f"{url}/ready").status_code == 200
-        left = workers()
-        assert first not in left and len(left) >= 2
-        maps = Path(f"/proc/{process.pid}/maps")
-        assert not maps.exists() or "libmlx" not in maps.read_text()
-    finally:
-        process.kill()
-        process.communicate()
-    wait_until(lambda: not any(map(is_running, left)), "the ends of the processes")
+def test_models_in_processes_of_their_own(process: tuple[str, int], folder: Path) -> None:
+    """The server loads no MLX. A stream survives the death of its engine. The other model answers meanwhile."""
+    url, pid = process
+    first = min(children_of(pid))  # the oldest has the model that is named in the settings
+    body = {"model": str(folder / "one"), "prompt": "a", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    body["stream"] = True
+    whole = [line for line in httpx.post(f"{url}/v1/completions", json=body, timeout=60).iter_lines() if line]
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        lines = (line for line in response.iter_lines() if line)
+        received = [next(lines)]
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: '"restarting":true' in httpx.get(f"{url}/health").text, "the restart")
+        other = {**body, "model": "org/two", "stream": False}
+        assert httpx.post(f"{url}/v1/completions", json=other, timeout=60).is_success
+        received += lines
+    assert text_of(received) == text_of(whole)
+    assert httpx.get(f"{url}/ready").status_code == 200
+    assert first not in children_of(pid)
+    maps = Path(f"/proc/{pid}/maps")
+    assert not maps.exists() or "libmlx" not in maps.read_text()
 
 
 def text_of(lines: list[str]) -> str:

@@ -14,23 +14,23 @@ from tools.compare.equal_outputs import compare_outputs
 
 TIGHT = 24
 CASES = [
-    RankCase(),
     RankCase(ahead=True, num_blocks=TIGHT),
     RankCase(parallel="pipeline", num_blocks=TIGHT),
-    RankCase(parallel="pipeline", ahead=True),
     RankCase(architecture="qwen3", kv_cache_dtype="int8"),
     RankCase(architecture="deepseek_v32", requests="short", ahead=True),
     RankCase(requests="pooled"),
     # Its LM head is sharded, too.
-    RankCase(architecture="qwen3_5", requests="scored"),
     RankCase(architecture="qwen3_5", requests="scored", ahead=True),
-    RankCase(refused=4),
     RankCase(refused=5, ahead=True),
-    RankCase(aborted="1"),
     RankCase(aborted="1", ahead=True),
     RankCase(late=True, ahead=True),
 ]
 MORE_CASES = [
+    RankCase(),
+    RankCase(parallel="pipeline", ahead=True),
+    RankCase(architecture="qwen3_5", requests="scored"),
+    RankCase(refused=4),
+    RankCase(aborted="1"),
     RankCase(num_blocks=TIGHT),
     RankCase(ahead=True),
     RankCase(parallel="pipeline"),

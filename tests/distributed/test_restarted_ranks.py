@@ -36,8 +36,8 @@ def test_answers_survive_a_lost_rank(tmp_path: Path, lost: int) -> None:
         body = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 400 and f"images are not supported: {refusal}" in answer.text
-        whole = text_of(server.stream(100).iter_lines())
-        lines = server.stream(100).iter_lines()
+        whole = text_of(server.stream(30).iter_lines())
+        lines = server.stream(30).iter_lines()
         received = [next(lines) for _ in range(6)]
         os.kill(server.ranks[lost], signal.SIGKILL)
         assert text_of([*received, *lines]) == whole

@@ -148,7 +148,7 @@ class RecurrentSpeculativeKVMachine(SpeculativeKVMachine):
     is_recurrent = True
 
 
-MACHINES = {KVMachine: 50, RecurrentKVMachine: 50, SpeculativeKVMachine: 20, RecurrentSpeculativeKVMachine: 20}
+MACHINES = {KVMachine: 20, RecurrentKVMachine: 12, SpeculativeKVMachine: 10, RecurrentSpeculativeKVMachine: 10}
 
 
 @pytest.mark.parametrize("machine", MACHINES)

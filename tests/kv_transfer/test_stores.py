@@ -238,7 +238,7 @@ def check_whole(root: Path) -> int:
     return len(paths)
 
 
-@pytest.mark.parametrize("num_kills", [300, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_kills", [80, pytest.param(1000, marks=pytest.mark.full)])
 def test_writers_killed_at_any_point_leave_whole_blocks_only(tmp_path: Path, num_kills: int) -> None:
     """`kill -9` at random points in a shared directory, with eviction."""
     subprocess.run([sys.executable, "-c", _FORKER, tmp_path, str(num_kills)], check=True)
@@ -262,12 +262,12 @@ def test_two_processes_write_the_same_blocks(tmp_path: Path) -> None:
         store = DiskStore(tmp_path, FINGERPRINT, writable=False)
         rng = random.Random(0)
         num_read = 0
-        for _ in range(2000):
+        for _ in range(500):
             seed = rng.randrange(50)
             for data in store.get(hashes(seed)):
                 assert (LAYOUT.decode(block(seed)[0], data) == block(seed)[1]).all()
                 num_read += 1
-        assert num_read > 100
+        assert num_read > 25
     finally:
         for writer in writers:
             assert writer.poll() is None, "a writer ended by itself"

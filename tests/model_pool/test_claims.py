@@ -70,7 +70,9 @@ def test_missing_bytes_include_the_cache(tmp_path: Path, size: dict[str, Any]) -
     "stored",
     [
         {"config": {"vocab_size": 20000}},
-        {"config": {"hidden_size": 256, "intermediate_size": 1024}, "dtype": mx.bfloat16},
+        pytest.param(
+            {"config": {"hidden_size": 256, "intermediate_size": 1024}, "dtype": mx.bfloat16}, marks=pytest.mark.full
+        ),
         {"config": {"hidden_size": 256, "intermediate_size": 1024}, "bits": 4},
     ],
     ids=["vocabulary", "bfloat16", "quantized"],

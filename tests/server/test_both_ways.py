@@ -35,10 +35,7 @@ from tests.server.generation.test_phases import (
     answer_format,
     test_a_schema_that_cannot_be_compiled,
     test_calls_that_the_model_begins,
-    test_json_after_the_reasoning,
-    test_required_calls_after_the_reasoning,
     test_streamed_calls_are_the_same,
-    test_the_budget_is_kept,
     tokenizer,
 )
 from tests.server.generation.test_token_ids import test_log_probabilities_name_tokens_by_their_ids
@@ -55,7 +52,7 @@ from tests.server.status.test_metrics import test_formats, test_names
 from tests.server.status.test_status import test_health, test_models, test_ready, test_server_info
 from tests.support.engine_child import pid_of, started
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
-from tools.fixtures.fake_engine import CHAT_TEMPLATE, TOOL_TEMPLATE
+from tools.fixtures.fake_engine import TOOL_TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -84,26 +81,16 @@ def tiny(_tiny: Served) -> Iterator[Served]:
     _tiny.wait_until_idle()
 
 
-def _with_phases(template: str) -> Iterator[Served]:
-    own = tokenizer(template)
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Served]:
+    """Yield a server whose model begins the reasoning itself, if at all."""
+    own = tokenizer(TOOL_TEMPLATE)
     sizes = {"max_model_len": 2048, "num_blocks": 4096, "max_num_batched_tokens": 1024}
-    options = {"template": template, "vocab_size": len(own.hf_tokenizer), "ahead": True, **sizes}
+    options = {"template": TOOL_TEMPLATE, "vocab_size": len(own.hf_tokenizer), "ahead": True, **sizes}
     engine = started("tiny", tokenizer=own, **options)
     with serve(engine=engine, answer_format=answer_format("json_tools")) as served:
         yield served
         served.wait_until_idle()
-
-
-@pytest.fixture(scope="module")
-def begun() -> Iterator[Served]:
-    """Yield a server whose template begins the reasoning."""
-    yield from _with_phases(f"{CHAT_TEMPLATE}<think>\n")
-
-
-@pytest.fixture(scope="module")
-def calling() -> Iterator[Served]:
-    """Yield a server whose model begins the reasoning itself, if at all."""
-    yield from _with_phases(TOOL_TEMPLATE)
 
 
 def test_embeddings(served: Served) -> None:
@@ -131,7 +118,7 @@ def test_frames_of_the_page(tiny: Served) -> None:
                 break
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 def test_the_end_of_the_engine_is_an_error_for_every_request(stream: bool) -> None:
     engine = started("fake", step_time=0.01)
     args = ServerArgs(shutdown_timeout=1)

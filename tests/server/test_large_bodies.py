@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
@@ -41,6 +41,7 @@ from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.server.tokenization import DetokenizeBody, TokenizeBody
 from metal_engine.sizes import parts
 from tests.support.serving import Served, serve
+from tests.support.sweeps import sweep
 from tools.fixtures.fake_engine import byte_ids, fake_config, generated
 
 VOCAB_SIZE = 151_936
@@ -59,6 +60,7 @@ def _count(value: Any, kind: Callable[[Any], bool]) -> int:
 
 
 @given(VALUES, st.sampled_from([None, 0, 2]))
+@settings(max_examples=40)
 def test_content_is_counted(value: Any, indent: int | None) -> None:
     """Of each kind, a text may have as much as the limit: quotes and brackets in strings do not count."""
     text = json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -198,6 +200,7 @@ LARGE: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "many prompts": ("completions", {"prompt": [[1, 2]] * 30_000}, 400, "n times the number of prompts"),
     "no parameter": ("completions", {"prompt": "a", "guided_choice": [7] * 1_000_000}, 400, "guided_choice is not"),
 }  # fmt: skip
+QUICK = ("stop tokens", "a prompt too long", "no messages", "many prompts")
 # A separate process sends them, because sending in this process would hold Python's lock.
 SEND = """
 import http.client, sys
@@ -286,7 +289,7 @@ def trivial(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Holds:
     return holds
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", sweep(LARGE, lambda name: name in QUICK))
 def test_nobody_is_held_up(served: Served, trivial: Holds, tmp_path: Path, name: str) -> None:
     path, body, status, message = LARGE[name]
     file = tmp_path / "body.json"

@@ -76,7 +76,7 @@ def process(step_time: float = 0.005, *, open_files: int | None = None, **settin
         popen.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_requests_under_way_finish(number: int) -> None:
     with process() as server, ThreadPoolExecutor() as pool, server.stream(max_tokens=200) as response:
         events = response.iter_lines()

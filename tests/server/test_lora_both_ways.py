@@ -11,8 +11,8 @@ import pytest
 from metal_engine.settings.args import ServerArgs
 from tests.server.test_lora import (
     answers,
+    check_growth,
     root,
-    test_adapters_that_come_and_go_leave_nothing_behind,
     test_another_takes_the_place_of_one_with_all_slots_in_use,
     test_loading_and_unloading,
     test_unloading_while_requests_run,
@@ -28,3 +28,8 @@ def served(root: Path) -> Iterator[Served]:
     with serve(engine=engine, names=("base",), args=ServerArgs(lora_dir=str(root), shutdown_timeout=1)) as served:
         yield served
         served.wait_until_idle()
+
+
+@pytest.mark.full
+def test_adapters_in_another_process_leave_nothing_behind(served: Served, answers: dict[str, str], root: Path) -> None:
+    check_growth(served, answers, root, 40)

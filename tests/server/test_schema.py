@@ -38,7 +38,7 @@ def _small_server() -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.parametrize("num_examples", [6, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_examples", [3, pytest.param(200, marks=pytest.mark.full)])
 def test_api(_small_server: Served, num_examples: int) -> None:
     schema = schemathesis.openapi.from_url(f"{_small_server.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]

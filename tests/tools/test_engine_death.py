@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from tools.benchmarks.engine_death.deaths import Report
 from tools.benchmarks.engine_death.requests import mixed_requests
 from tools.benchmarks.engine_death.worker import LOADS
 
+KINDS = ("kill", "abort", "error")
 SIZES = {"max_model_len": 2048, "num_blocks": 4096, "max_num_batched_tokens": 1024}
 HYBRID = {"architecture": "qwen3_5", "num_state_slots": 64}
 
 
-def run(num_deaths: int, num_streams: int, seed: int, **config: Any) -> Report:
+def run(
+    num_deaths: int, num_streams: int, seed: int, *, max_tokens: int = 24, kinds: Sequence[str] = KINDS, **config: Any
+) -> Report:
     """Run the benchmark against a server in this process, whose engine is on a tiny model."""
     engine = started("tiny", max_restarts=1000, fails=True, ahead=True, **SIZES, **config)
     with serve(engine=engine, names=("tiny",)) as served:
@@ -28,10 +32,10 @@ def run(num_deaths: int, num_streams: int, seed: int, **config: Any) -> Report:
             measure(
                 served.url,
                 lambda: pid_of(engine),
-                mixed_requests("tiny", 1, 24),
+                mixed_requests("tiny", 1, max_tokens),
                 num_streams=num_streams,
                 num_deaths=num_deaths,
-                kinds=("kill", "abort", "error"),
+                kinds=kinds,
                 gap=0.3,
                 seed=seed,
             )
@@ -46,9 +50,9 @@ def _loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_nothing_is_lost_or_different() -> None:
-    report = run(3, 16, seed=1)
+    report = run(1, 8, seed=1, max_tokens=8, kinds=("kill",))
     assert report.is_good, str(report)
-    assert set(report.kinds) == {"kill", "abort", "error"} and report.tally.num_answers >= 16
+    assert set(report.kinds) == {"kill"} and report.tally.num_answers >= 8
     assert sum(report.counts.values()) > 0
     assert all(part >= 0 for pause in report.pauses for part in (pause.start, pause.load, pause.recompute))
     assert len(report.pauses) >= 1

@@ -27,6 +27,7 @@ def folder(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_mlx_lm_and_we_generate_the_same(folder: Path, reference_model: Any, demo_tokenizer: Tokenizer) -> None:
     prompt = demo_tokenizer.encode(PROMPT)
     expected = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=8)]
@@ -45,7 +46,7 @@ def test_mlx_lm_and_we_generate_the_same(folder: Path, reference_model: Any, dem
 
 
 def test_never_stops(folder: Path, demo_path: Path, tmp_path: Path) -> None:
-    export(tmp_path, never_stops=True)
+    export(tmp_path, never_stops=True, drop_layers=range(1, 30))
     usual, endless = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path))
     usual_ids = usual["eos_token_id"] if isinstance(usual["eos_token_id"], list) else [usual["eos_token_id"]]
     assert endless["eos_token_id"] not in usual_ids
@@ -82,9 +83,10 @@ def test_every_scenario_can_be_asked(folder: Path) -> None:
     from metal_engine.bench.tokens import load_prompt_tokenizer
 
     tokenizer = load_prompt_tokenizer(str(folder))
+    again, other = ([*SCENARIOS["5"].phases(tokenizer, seed)] for seed in (0, 1))
+    assert [*SCENARIOS["5"].phases(tokenizer, 0)] == again != other
     for scenario in SCENARIOS.values():
-        first, again, other = ([*scenario.phases(tokenizer, seed)] for seed in (0, 0, 1))
-        assert first == again != other
+        first = [*scenario.phases(tokenizer, 0)]
         groups = {group.name: group for phase in first for group in phase}
         for group in groups.values():
             assert len(group.requests) == len(group.due)

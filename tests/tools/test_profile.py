@@ -6,11 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.checkpoint_files import write_checkpoint, write_tokenizer
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_each_part_of_a_step_took_time() -> None:
-    command = [sys.executable, "-m", "tools.benchmarks.profile_decode_step", "--requests", "2", "--steps", "6"]
+def test_each_part_of_a_step_took_time(tmp_path: Path) -> None:
+    write_tokenizer(write_checkpoint(tmp_path, config={"vocab_size": 49152}))
+    command = [sys.executable, "-m", "tools.benchmarks.profile_decode_step", "--model", str(tmp_path)]
+    command += ["--requests", "2", "--steps", "6"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     rows = [

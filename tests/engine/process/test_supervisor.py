@@ -65,15 +65,15 @@ def num_deaths(engine: AsyncEngine) -> int:
 
 def mixed_requests(engine: AsyncEngine) -> list[PreparedRequest]:
     """Return requests that use most of what a request can have."""
-    base = {"max_tokens": 60, "ignore_eos": True}
+    base = {"max_tokens": 24, "ignore_eos": True}
     each = [
         SamplingParams(temperature=0.0, logprobs=3, **base),
         SamplingParams(temperature=0.8, seed=5, logprobs=0, **base),
         SamplingParams(temperature=0.8, seed=6, presence_penalty=1.0, logit_bias={65: 5.0}, **base),
-        SamplingParams(temperature=1.0, seed=7, stop=["e", "QQ"], include_stop_str_in_output=True, max_tokens=60),
-        SamplingParams(temperature=0.8, seed=8, prompt_logprobs=2, bad_words=["a"], min_tokens=20, max_tokens=60),
+        SamplingParams(temperature=1.0, seed=7, stop=["e", "QQ"], include_stop_str_in_output=True, max_tokens=24),
+        SamplingParams(temperature=0.8, seed=8, prompt_logprobs=2, bad_words=["a"], min_tokens=12, max_tokens=24),
         SamplingParams(
-            temperature=0.9, seed=9, max_tokens=60, structured_outputs=StructuredOutputsParams(regex="[a-f]{40}")
+            temperature=0.9, seed=9, max_tokens=24, structured_outputs=StructuredOutputsParams(regex="[a-f]{20}")
         ),
     ]
     prompts = [byte_ids(f"{i}: " + "some text " * i) for i in (0, 3)]
@@ -82,22 +82,23 @@ def mixed_requests(engine: AsyncEngine) -> list[PreparedRequest]:
 
 
 @pytest.mark.parametrize(
-    ("build", "options"),
+    ("build", "options", "deaths"),
     [
-        pytest.param("tiny", {"num_blocks": 512}, id="attention"),
-        pytest.param("keeping", {"what": "recurrent states"}, id="hybrid"),
-        pytest.param("keeping", {"what": "drafts"}, id="drafts", marks=pytest.mark.full),
-        pytest.param("keeping", {"what": "draft model"}, id="draft model", marks=pytest.mark.full),
+        pytest.param("tiny", {"num_blocks": 512}, 2, id="attention"),
+        pytest.param("keeping", {"what": "recurrent states"}, 1, id="hybrid"),
+        pytest.param("keeping", {"what": "recurrent states"}, 3, id="hybrid thrice", marks=pytest.mark.full),
+        pytest.param("keeping", {"what": "drafts"}, 3, id="drafts", marks=pytest.mark.full),
+        pytest.param("keeping", {"what": "draft model"}, 3, id="draft model", marks=pytest.mark.full),
     ],
 )
-def test_answers_are_whole_and_equal(build: str, options: dict[str, Any]) -> None:
+def test_answers_are_whole_and_equal(build: str, options: dict[str, Any], deaths: int) -> None:
     engine = started(build, max_restarts=100, **options)
     try:
         requests = mixed_requests(engine)
         undisturbed = answers(engine, requests)
         before = dict(engine.metrics.num_finished)
-        disturbed = answers(engine, requests, num_deaths=3)
-        assert num_deaths(engine) == 3 and engine.metrics.num_resumed_requests >= 3
+        disturbed = answers(engine, requests, num_deaths=deaths)
+        assert num_deaths(engine) == deaths and engine.metrics.num_resumed_requests >= deaths
         for ours, theirs in zip(disturbed, undisturbed, strict=True):
             assert ours.error is None
             for name in ("text", "token_ids", "token_ends", "finish_reason", "stop_reason", "num_output_tokens"):
@@ -121,7 +122,7 @@ def test_answers_are_whole_and_equal(build: str, options: dict[str, Any]) -> Non
     assert not is_running(pid_of(engine))
 
 
-@pytest.mark.parametrize("num_tokens", [0, 5])
+@pytest.mark.parametrize("num_tokens", [pytest.param(0, marks=pytest.mark.full), 5])
 def test_a_request_that_kills_fails_alone(num_tokens: int) -> None:
     """Its prompt has the deadly token, or the deadly length is reached after some tokens."""
     engine = started("deadly", max_restarts=10, token=KILLER, num_tokens=num_tokens)
@@ -165,18 +166,28 @@ def test_too_many_deaths_end_the_engine() -> None:
         engine.shutdown()
 
 
-def test_answers_are_whole_whatever_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+FAULTS = {
+    "hang": "hangs: it has computed no step for 1.5 s",
+    "load": "the model cannot be loaded: the engine's process has ended with SIGKILL",
+    "abort": "has ended with SIGABRT (last words: ",
+    "loading": "hangs: it has been loading the model for",
+    "refused": "--block-size is wrong",
+    "device": "3 steps in a row have failed, the last with RuntimeError: [METAL] Command buffer execution failed",
+    "stop": "hangs: it has computed no step for 1.5 s",
+    "nonsense": "has sent an invalid message",
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("abort", "load", "device", "stop"), pytest.param(tuple(FAULTS), marks=pytest.mark.full)],
+    ids=["some", "all"],
+)
+def test_answers_are_whole_whatever_fails(
+    names: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each process fails in another way. The log has one line about each failure, and no request hangs."""
-    faults = {
-        "hang": "hangs: it has computed no step for 1.5 s",
-        "load": "the model cannot be loaded: the engine's process has ended with SIGKILL",
-        "abort": "has ended with SIGABRT (last words: ",
-        "loading": "hangs: it has been loading the model for",
-        "refused": "--block-size is wrong",
-        "device": "3 steps in a row have failed, the last with RuntimeError: [METAL] Command buffer execution failed",
-        "stop": "hangs: it has computed no step for 1.5 s",
-        "nonsense": "has sent an invalid message",
-    }
+    faults = {name: FAULTS[name] for name in names}
     limits = {"step_seconds": 1.5, "load_seconds": 10.0}
     engine = started("faulty", max_restarts=30, limits=limits, folder=str(tmp_path), faults=list(faults))
     try:

@@ -14,6 +14,7 @@ from tests.server.anthropic.test_messages import CLAUDE_TOOLS
 from tests.support.chat_templates import QWEN
 from tests.support.serving import DEADLINE, MODEL, Served, serve
 from tests.support.splitting import answer_format
+from tests.support.sweeps import sweep
 from tools.fixtures.fake_engine import CHAT_TEMPLATE, TOOL_TEMPLATE, fake_config, tiny_tokenizer
 
 CONFIG = fake_config(max_model_len=8192, num_blocks=2048, max_num_batched_tokens=2048)
@@ -51,7 +52,7 @@ CHOICES = [
 ]
 
 
-@pytest.fixture(scope="module", params=TEMPLATES)
+@pytest.fixture(scope="module", params=sweep(TEMPLATES, lambda name: name in ("tools", "thinking")))
 def templated(request: pytest.FixtureRequest) -> Iterator[Served]:
     tokenizer = tiny_tokenizer(TEMPLATES[request.param])
     with serve(config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:

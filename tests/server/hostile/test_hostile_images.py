@@ -144,11 +144,12 @@ def large_case(seed: int) -> Case:
 
 def test_large_images_leave_the_event_loop_free(server: ProbedServer) -> None:
     """Base64, hashing and decoding happen in other threads and processes, and copies do not keep Python's lock."""
-    measured = []
+    measured: list[dict[str, float]] = []
     for seed in range(4):  # a garbage collection may fall into one of them
         case = large_case(seed)
         server.reset(trim=False)
         send(server, case)
         measured.append(server.read())
-    for name in ("loop", "lock"):
-        assert min(one[name] for one in measured) < MAX_SECONDS, measured
+        if all(min(one[name] for one in measured) < MAX_SECONDS for name in ("loop", "lock")):
+            return
+    raise AssertionError(measured)

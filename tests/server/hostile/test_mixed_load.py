@@ -143,7 +143,7 @@ def has_seen_all(load: Load, after: dict[str, float]) -> bool:
 
 @pytest.mark.parametrize(
     ("num_clients", "seconds", "num_texts", "num_blocks"),
-    [(24, 5, 1, 100), pytest.param(150, 300, 4, 100, marks=pytest.mark.full)],
+    [(24, 2, 1, 100), pytest.param(150, 300, 4, 100, marks=pytest.mark.full)],
 )
 def test_answers_under_load_are_those_alone(
     tmp_path: Path, num_clients: int, seconds: float, num_texts: int, num_blocks: int

@@ -13,6 +13,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.sampling_params import SamplingParams
 from tests.support.serving import MODEL, Served, serve
+from tests.support.sweeps import sweep
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import EOS, byte_ids, generated
 
@@ -207,7 +208,7 @@ def tiny() -> Iterator[Served]:
         served.wait_until_idle()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", sweep(range(6), lambda seed: seed < 2))
 @pytest.mark.parametrize("echo", [False, True])
 def test_text_offsets(tiny: Served, echo: bool, seed: int) -> None:
     """Offsets of characters in several tokens, and of text that is held back or cut off, equal in streams and

@@ -86,8 +86,8 @@ def test_required(tiny: Served) -> None:
         "messages": USER,
         "tools": TOOLS,
         "tool_choice": "required",
-        "max_tokens": 300,
-        "n": 24,
+        "max_tokens": 200,
+        "n": 12,
         "seed": 1,
         "temperature": 1.5,
     }
@@ -101,13 +101,13 @@ def test_required(tiny: Served) -> None:
         num_complete += complete
         check_calls(calls if complete else calls[:-1], TOOLS)
         called |= {name for name, _ in calls}
-    assert num_complete >= 6
+    assert num_complete >= 4
     assert {"is_bool", "is_ab", "is_list"} <= called
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_named(tiny: Served, name: str) -> None:
-    body = {"messages": USER, "tools": TOOLS, "tool_choice": named(name), "max_tokens": 200, "n": 6, "seed": 1}
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": named(name), "max_tokens": 120, "n": 4, "seed": 1}
     num_complete = 0
     for choice in tiny.post(CHAT, body).json()["choices"]:
         (call,) = choice["message"]["tool_calls"]
@@ -115,30 +115,29 @@ def test_named(tiny: Served, name: str) -> None:
         if choice["finish_reason"] == "stop":
             num_complete += 1
             check_calls([(name, call["function"]["arguments"])], TOOLS)
-    assert num_complete >= 3
+    assert num_complete >= 2
 
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_streams_are_the_same(tiny: Served, parallel: bool) -> None:
-    for seed in range(2):
-        body: dict[str, Any] = {
-            "tools": TOOLS,
-            "tool_choice": "required",
-            "max_tokens": 150,
-            "seed": seed,
-            "parallel_tool_calls": parallel,
-        }
-        (choice,) = tiny.post(CHAT, {"messages": USER, **body}).json()["choices"]
-        calls = [[c["function"]["name"], c["function"]["arguments"]] for c in choice["message"]["tool_calls"]]
-        assert parallel or len(calls) == 1
-        message, reason = streamed(tiny, **body)
-        assert (message["calls"], message["content"], reason) == (calls, "", choice["finish_reason"])
+    body: dict[str, Any] = {
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "max_tokens": 150,
+        "seed": 0,
+        "parallel_tool_calls": parallel,
+    }
+    (choice,) = tiny.post(CHAT, {"messages": USER, **body}).json()["choices"]
+    calls = [[c["function"]["name"], c["function"]["arguments"]] for c in choice["message"]["tool_calls"]]
+    assert parallel or len(calls) == 1
+    message, reason = streamed(tiny, **body)
+    assert (message["calls"], message["content"], reason) == (calls, "", choice["finish_reason"])
 
 
 OBJECTS = [schema for schema in SCHEMAS if schema.get("type") == "object"]
 
 
-@pytest.mark.parametrize("step", [30, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [80, pytest.param(1, marks=pytest.mark.full)])
 def test_schemas_of_many_kinds(tiny: Served, step: int) -> None:
     schemas = OBJECTS[::step]
     num_complete = 0

@@ -145,6 +145,7 @@ def test_conversations_are_found_named_and_exported(browser: Browser) -> None:
         assert exported == f"# My: name\n\n## You\n\nAbout bees\n\n## {MODEL}\n\nThe **answer**\n"
 
 
+@pytest.mark.full
 def test_a_conversation_deleted_in_the_middle_of_an_answer_stays_deleted(browser: Browser) -> None:
     with serve(step_time=0.01) as served, page_of(browser, served) as page:
         page.on("dialog", lambda dialog: dialog.accept())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from metal_engine.settings.args import ServerArgs
 from tests.support.browsing import browser_or_skip, page_of, say, texts, wait_for_answer
 from tests.support.image_files import data_url, encoded, picture
 from tests.support.seeing import serve_seeing
@@ -53,9 +54,9 @@ def choose(page: Page, *files: Any) -> None:
     chooser.value.set_files(list(files))
 
 
-def large_file(folder: Path, name: str, num_mebibytes: int) -> Path:
+def large_file(folder: Path, name: str, num_mebibytes: float) -> Path:
     """Write an image file of this size. Browsers read files faster from a path than from the test."""
-    (folder / name).write_bytes(A + bytes(num_mebibytes << 20))
+    (folder / name).write_bytes(A + bytes(int(num_mebibytes * (1 << 20))))
     return folder / name
 
 
@@ -173,6 +174,7 @@ def test_images_are_pasted_and_dropped(page: Page) -> None:
     assert attached(page) == ["a.png", "b.jpg", "a.png"]
 
 
+@pytest.mark.full
 def test_branches_keep_their_images(page: Page) -> None:
     contents = sent(page)
     choose(page, FILE_A, FILE_B)
@@ -200,6 +202,7 @@ def test_branches_keep_their_images(page: Page) -> None:
     assert contents[-1] == other  # from the browser's storage
 
 
+@pytest.mark.full
 def test_images_are_deleted_with_their_conversation(page: Page) -> None:
     page.on("dialog", lambda dialog: dialog.accept())
     for name in ("One", "Two"):
@@ -218,9 +221,9 @@ def test_a_browser_that_stores_no_more_keeps_the_newest_images(
     browser: Browser, seeing: Served, tmp_path: Path
 ) -> None:
     with page_of(browser, seeing) as page:
-        large = large_file(tmp_path, "large.png", 5)
+        large = large_file(tmp_path, "large.png", 1.5)
         devtools = page.context.new_cdp_session(page)
-        devtools.send("Storage.overrideQuotaForOrigin", {"origin": seeing.url, "quotaSize": 13 << 20})
+        devtools.send("Storage.overrideQuotaForOrigin", {"origin": seeing.url, "quotaSize": 4 << 20})
         contents = sent(page)
         old = ""
         for name in ("Old", "New"):
@@ -230,7 +233,7 @@ def test_a_browser_that_stores_no_more_keeps_the_newest_images(
             wait_for_answer(page)
             old = wait_until_stored(page, 1, but=old)
         # There is no space for this image: it lasts until the page is closed.
-        larger = large_file(tmp_path, "larger.png", 10)
+        larger = large_file(tmp_path, "larger.png", 3)
         choose(page, larger)
         say(page, "More")
         wait_for_answer(page, 2)
@@ -248,6 +251,7 @@ def test_a_browser_that_stores_no_more_keeps_the_newest_images(
         page.locator(".message .image", has_text="large.png: no longer stored").wait_for()
 
 
+@pytest.mark.full
 def test_the_page_holds_thumbnails_only(page: Page) -> None:
     photo = {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": encoded(picture(3000, 1500), "JPEG")}
     choose(page, photo, {**FILE_A, "name": "wide.png", "buffer": encoded(picture(2000, 16))})
@@ -266,9 +270,10 @@ def test_the_page_holds_thumbnails_only(page: Page) -> None:
 def test_an_error_of_the_server_is_shown_and_the_image_can_be_removed(
     browser: Browser, kind: str, tmp_path: Path
 ) -> None:
-    with serve_seeing() as served, page_of(browser, served) as page:
+    args = ServerArgs(max_body_size=1 << 20)
+    with serve_seeing(args=args) as served, page_of(browser, served) as page:
         served.runner.next_token = script("yes")
-        choose(page, BROKEN if kind == "refused" else large_file(tmp_path, "large.png", 13))
+        choose(page, BROKEN if kind == "refused" else large_file(tmp_path, "large.png", 1))
         say(page, "See")
         wait_for_answer(page)
         problem = page.locator(".message.assistant .problem").inner_text()
@@ -283,6 +288,7 @@ def test_an_error_of_the_server_is_shown_and_the_image_can_be_removed(
         assert texts(page, ".message.assistant .body") == ["yes"]
 
 
+@pytest.mark.full
 def test_more_than_the_server_takes_is_not_read(page: Page, tmp_path: Path) -> None:
     contents = sent(page)
     large = large_file(tmp_path, "large.png", 19)

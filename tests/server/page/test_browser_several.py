@@ -126,6 +126,7 @@ def test_a_server_that_has_started_anew_with_several_where_it_had_one(browser: B
                 page.wait_for_function("() => document.querySelector('#connection').textContent === 'not loaded'")
 
 
+@pytest.mark.full
 def test_a_server_that_has_started_anew_with_other_models(browser: Browser) -> None:
     """The page picks one of the new models and uses it for chat. A single model is shown without a choice."""
     card = {"object": "model", "created": 1, "owned_by": "x", "max_model_len": None, "memory_bytes": 0}
@@ -200,6 +201,7 @@ def test_an_adapter_is_picked(browser: Browser, tmp_path: Path) -> None:
         assert options.all_inner_texts() == ["base (model)", "sql (adapter)"]
 
 
+@pytest.mark.full
 def test_the_bar_of_memory_has_adapters(browser: Browser) -> None:
     config = fake_config()
     config = replace(config, model=replace(config.model, adapter_bytes=3 << 20))

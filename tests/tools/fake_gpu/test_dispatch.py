@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from metal_engine.settings.config import IN_FLIGHT_STATES
+from tests.support.sweeps import sweep
 from tests.tools.fake_gpu.conftest import OnDevice
 
 # With kernels of 5 us, the device waits for the host. With 300 us, the host waits for the device in MLX's throttle.
 FAST, SLOW = 5.0, 300.0
+BOTH = (False, True)
 # Number of command buffers of a step -> operations per buffer, for a model with 17 kernels in each of 24 layers.
 MAX_OPS_OF = {17: 24, 13: 31, 12: 33, 11: 36, 10: 40, 8: 60}
 
 
-@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
-@pytest.mark.parametrize("kernel_us", [FAST, SLOW])
+@pytest.mark.parametrize(
+    ("kernel_us", "replay"), sweep(product((FAST, SLOW), BOTH), lambda kernel_us, replay: replay == (kernel_us == FAST))
+)
 def test_behind_another_step_nothing_is_copied(on_device: OnDevice, kernel_us: float, replay: bool) -> None:
     counts = on_device("decode", ahead=True, behind=True, kernel_us=kernel_us, replay=replay)
     assert counts["forwards"].get("replayed", 0) >= (6 if replay else 0)
@@ -35,9 +40,10 @@ def test_after_the_end_few_command_buffers_do_no_harm(on_device: OnDevice) -> No
     assert counts["pool_copies"] == 0
 
 
-@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
-@pytest.mark.parametrize("behind", [False, True], ids=["after the end", "behind"])
-@pytest.mark.parametrize("kernel_us", [FAST, SLOW])
+@pytest.mark.parametrize(
+    ("kernel_us", "behind", "replay"),
+    sweep(product((FAST, SLOW), BOTH, BOTH), lambda *case: case in ((FAST, True, True), (SLOW, False, False))),
+)
 def test_where_states_are_carried_on_nothing_is_copied(
     on_device: OnDevice, kernel_us: float, behind: bool, replay: bool
 ) -> None:
@@ -48,7 +54,7 @@ def test_where_states_are_carried_on_nothing_is_copied(
     assert counts["peak_states"] < IN_FLIGHT_STATES - 1  # one was there before
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["after the end", "behind"])
+@pytest.mark.parametrize("behind", [pytest.param(False, marks=pytest.mark.full), True])
 def test_chunks_that_sample_nothing_are_written_in_place(on_device: OnDevice, behind: bool) -> None:
     """The output of such a step keeps the whole cache alive until it ends, so the next step is not dispatched behind
     it.
@@ -58,7 +64,7 @@ def test_chunks_that_sample_nothing_are_written_in_place(on_device: OnDevice, be
     assert counts["pool_copies"] == 0
 
 
-@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
+@pytest.mark.parametrize("replay", [pytest.param(False, marks=pytest.mark.full), True], ids=["built", "replayed"])
 def test_a_check_at_the_start_chooses_where_states_are_carried_on(on_device: OnDevice, replay: bool) -> None:
     """Queued dispatch is chosen for steps with many command buffers. Few buffers or a small cache turn it off."""
     for max_ops, num_blocks in ((24, 1 << 16), (60, 1 << 16), (24, 1 << 8)):
@@ -71,8 +77,10 @@ def test_a_check_at_the_start_chooses_where_states_are_carried_on(on_device: OnD
             assert chosen["allow_queued_dispatch"] == (chosen["pool_copies"] == 0)
 
 
-@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
-@pytest.mark.parametrize("num_buffers", MAX_OPS_OF)
+@pytest.mark.parametrize(
+    ("num_buffers", "replay"),
+    sweep(product(MAX_OPS_OF, BOTH), lambda *case: case in ((17, True), (12, True), (8, False))),
+)
 def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int, replay: bool) -> None:
     """Many command buffers per step avoid copies, few cause many copies. In between, a few arrays are copied, which the
     check detects.
@@ -101,6 +109,7 @@ def test_behind_a_step_is_given_before_the_one_before_is_waited_for(on_device: O
     assert max(found["unfinished"]) > 1, "the step behind was waited for, too"  # one: of waiting itself
 
 
+@pytest.mark.full
 def test_after_the_end_a_step_is_given_when_the_one_before_has_been_waited_for(on_device: OnDevice) -> None:
     seen = on_device("order", behind=False)["seen"]
     assert seen == ["give", "plan", "build", "wait", "give", "tokens"] * 3

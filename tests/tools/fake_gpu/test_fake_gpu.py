@@ -57,7 +57,7 @@ def test_a_reference_to_the_old_pool_is_seen(on_device: OnDevice) -> None:
 # --- what it refuses ---
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["attention", "hybrid"])
+@pytest.mark.parametrize("hybrid", [False, pytest.param(True, marks=pytest.mark.full)], ids=["attention", "hybrid"])
 def test_the_host_s_time_is_told_beside_mlx_lm_s(on_device: OnDevice, hybrid: bool) -> None:
     found = on_device("host", hybrid=hybrid)
     assert found["status"] == 0

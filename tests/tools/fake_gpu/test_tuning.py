@@ -27,6 +27,11 @@ def test_a_start_chooses_and_later_starts_keep_it(
     assert later["kernels"] < first["kernels"] / 2  # nothing is measured
     assert kept.read_bytes() == content
     assert (later["cuts"], later["banner"], later["tuned"]) == (first["cuts"], first["banner"], first["tuned"])
-    never = on_device("tune", folder=folder, setting="never", start=3)
+
+
+@pytest.mark.full
+def test_it_can_be_turned_off(on_device: OnDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAL_ENGINE_CACHE", str(tmp_path / "cache"))
+    never = on_device("tune", folder=str(tmp_path), setting="never", start=1)
     assert never["cuts"] == [] and never["banner"] is None and never["tokens"] == 8
     assert never["tuned"] == []

@@ -153,6 +153,7 @@ def test_without_the_compiler_the_command_says_so(
     assert "no compiler" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_compiled_kernels() -> None:
     try:
         packages.packages()

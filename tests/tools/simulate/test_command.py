@@ -47,9 +47,9 @@ def test_other_step_times_are_used_and_what_is_assumed_is_said(monkeypatch, caps
 
 
 def test_several_processes_print_what_one_prints(monkeypatch, capsys):
-    for args in (["--replicas", "1", "2", "3"], ["--vary", "lost", "noticed", "--replicas", "5"]):
-        one, two = (rows(command(monkeypatch, capsys, *args, "--processes", str(number))) for number in (1, 2))
-        assert one == two and len(one) > 5
+    args = ["--vary", "lost", "--replicas", "5"]
+    one, two = (rows(command(monkeypatch, capsys, *args, "--processes", str(number))) for number in (1, 2))
+    assert one == two and len(one) > 5
 
 
 @pytest.mark.parametrize("name", VARIED)
