@@ -445,3 +445,31 @@ def test_without_a_working_patchelf(tmp_path: Path, patch: str, reason: str) -> 
     assert reason in str(report["problem"])
     assert reason in err
     assert libraries(tmp_path) == []
+
+
+_LOADED_BESIDE = """
+import ctypes, sys, sysconfig, threading
+from pathlib import Path
+from metal_engine.device.blas.dynamic_linker import loaded_libraries
+sys.setswitchinterval(1e-6)
+ended = threading.Event()
+def look():
+    while not ended.is_set():
+        loaded_libraries()
+thread = threading.Thread(target=look)
+thread.start()
+paths = [path for root in ("stdlib", "platlib") for path in Path(sysconfig.get_path(root)).glob("**/*.so")]
+for path in paths[:200]:
+    try:
+        ctypes.CDLL(str(path))
+    except OSError:
+        pass
+ended.set()
+thread.join()
+"""
+
+
+@linux_only
+def test_libraries_are_listed_while_others_are_loaded() -> None:
+    """A deadlock ends this test by its timeout."""
+    subprocess.run([sys.executable, "-c", _LOADED_BESIDE], check=True, timeout=60)

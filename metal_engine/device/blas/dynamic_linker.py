@@ -17,10 +17,18 @@ class _DlInfo(ctypes.Structure):
     )
 
 
-class _DlPhdrInfo(ctypes.Structure):
-    """Beginning of ``struct dl_phdr_info`` of link.h. The other fields are not needed."""
+class _LinkMap(ctypes.Structure):
+    """Public part of ``struct link_map`` of link.h, which describes a loaded library."""
 
-    _fields_ = (("dlpi_addr", ctypes.c_void_p), ("dlpi_name", ctypes.c_char_p))
+
+_LinkMap._fields_ = (
+    ("l_addr", ctypes.c_void_p),
+    ("l_name", ctypes.c_char_p),
+    ("l_ld", ctypes.c_void_p),
+    ("l_next", ctypes.POINTER(_LinkMap)),
+    ("l_prev", ctypes.POINTER(_LinkMap)),
+)
+_RTLD_DI_LINKMAP = 2
 
 
 def symbol_address(library: ctypes.CDLL, symbol: str) -> int | None:
@@ -43,13 +51,18 @@ def library_at(address: int) -> str | None:
 
 
 def loaded_libraries() -> list[str]:
-    """Return the paths of the loaded libraries, in load order (Linux)."""
+    """Return the paths of the loaded libraries, in load order (Linux).
+
+    ``dl_iterate_phdr`` could deadlock: it locks the linker, and its callback waits for the GIL. Another thread that
+    imports an extension module holds the GIL and waits for the linker.
+    """
+    program = ctypes.CDLL(None)
+    program.dlinfo.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    entry = ctypes.POINTER(_LinkMap)()
+    if program.dlinfo(program._handle, _RTLD_DI_LINKMAP, ctypes.byref(entry)):
+        raise OSError("dlinfo does not list the loaded libraries")
     paths: list[str] = []
-    callback_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_DlPhdrInfo), ctypes.c_size_t, ctypes.c_void_p)
-
-    def visit(info: ctypes._Pointer[_DlPhdrInfo], size: int, data: int | None) -> int:
-        paths.append(os.fsdecode(info.contents.dlpi_name or b""))
-        return 0  # continue the iteration
-
-    ctypes.CDLL(None).dl_iterate_phdr(callback_type(visit), None)
+    while entry:
+        paths.append(os.fsdecode(entry.contents.l_name or b""))
+        entry = entry.contents.l_next
     return paths
