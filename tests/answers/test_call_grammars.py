@@ -79,7 +79,7 @@ def check_walks(name: str, num_walks: int) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("num_walks", [20, pytest.param(667, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_walks", [10, pytest.param(667, marks=pytest.mark.full)])
 def test_random_calls_are_read_and_valid(name: str, num_walks: int) -> None:
     check_walks(name, num_walks)
 

@@ -85,7 +85,7 @@ FORMATS = {
 
 @pytest.mark.parametrize(("known", "fragments"), FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("plan", [NO_TOOLS, PARSED], ids=["plain", "tools"])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     data=st.data(), incremental=st.booleans(), in_reasoning=st.booleans(), reason=st.sampled_from(["stop", "length"])
 )

@@ -54,8 +54,12 @@ def test_every_format_has_cases() -> None:
     assert len({str(case) for case in CASES}) == len(CASES)
 
 
+EVERY = [3, pytest.param(1, marks=pytest.mark.full)]  # distance of the cuts between two pieces
+
+
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_golden_answers(case: GoldenCase, caplog: pytest.LogCaptureFixture) -> None:
+def test_golden_answers(case: GoldenCase, every: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     chat = answers(case)
     reasons = {"length" if "cut" in case.options else "stop"}
@@ -63,18 +67,19 @@ def test_golden_answers(case: GoldenCase, caplog: pytest.LogCaptureFixture) -> N
         reasons.add("length")
     # A stream contains the beginning of a malformed call.
     streams = [False, True] if case.calls and "cut" not in case.options else [False]
-    for parts, incremental, reason in product(cuts(case.text), streams, reasons):
+    for parts, incremental, reason in product(cuts(case.text, every), streams, reasons):
         content, reasoning, calls, ids = read(chat, parts, reason, incremental=incremental)
         assert (content, reasoning, calls) == (case.content, case.reasoning, case.calls), parts
         assert all(ids[at] == given for at, given in case.ids.items())
 
 
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("case", [case for case in CASES if case.calls], ids=str)
-def test_golden_answers_that_are_cut_off(case: GoldenCase, caplog: pytest.LogCaptureFixture) -> None:
+def test_golden_answers_that_are_cut_off(case: GoldenCase, every: int, caplog: pytest.LogCaptureFixture) -> None:
     """No call is invented. Text without a call is not lost."""
     caplog.set_level(logging.CRITICAL)
     chat = answers(case)
-    for end in range(1, len(case.text)):
+    for end in range(1, len(case.text), every):
         text = case.text[:end]
         content, reasoning, calls, _ = read(chat, [text], "length")
         assert calls == case.calls[: len(calls)]

@@ -17,6 +17,7 @@ from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Limit
 from metal_engine.kv_cache.rows import ImageSpans, StepRows
 from metal_engine.kv_cache.spec import KVSpec
 from tests.support.simulated import backend
+from tests.support.sweeps import diagonal
 from tools.fixtures.packed_step import PackedStep, make_step
 from tools.metal_sim import image_mutants, metal_kernel
 from tools.metal_sim.mutants import Mutant, factory_of
@@ -147,8 +148,7 @@ def test_kernel(name: str, window: int | None, target: int) -> None:
     assert kernel_error(step, backend(target), window) < 1e-5
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), diagonal(SHAPES, [mx.float32, mx.bfloat16]))
 def test_kernel_in_each_shape(shape: tuple[int, int, int, int], dtype: mx.Dtype) -> None:
     head_dim, v_head_dim, num_heads, num_kv_heads = shape
     heads = {"head_dim": head_dim, "v_head_dim": v_head_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}

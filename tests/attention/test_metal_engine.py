@@ -158,7 +158,7 @@ class _Recorder:
         return Recording()
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(mx.float32, marks=pytest.mark.full), mx.bfloat16])
 def test_real_activations_of_the_demo_model(demo_path: Path, dtype: mx.Dtype) -> None:
     """Compares q, K and V of the first and the last layer, from a step with decodes, a chunk and a fresh prompt."""
     paged = PagedModel(load_gguf_model(demo_path, dtype=mx.float32, dequantize=True)[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from metal_engine.attention.metal.backend import MetalBackend
 from tests.support.simulated import attend, backend, every_row_by_itself, relative_error
+from tests.support.sweeps import mostly_full
 from tools.fixtures.packed_step import make_step
 from tools.metal_sim import FlushingKernel
 
@@ -33,9 +35,19 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("target", [NO_SPLIT, SPLITS])
-@pytest.mark.parametrize("segments", [[(1, 1500)], [(40, 1400)]], ids=["decode", "chunk"])
+DECODE, CHUNK = [(1, 1500)], [(40, 1400)]
+
+
+@pytest.mark.parametrize(
+    "heads, target, segments",
+    mostly_full(
+        product(HEADS, [NO_SPLIT, SPLITS], [DECODE, CHUNK]),
+        [
+            *product(HEADS, [NO_SPLIT, SPLITS], [DECODE]),
+            *(("direct", NO_SPLIT, CHUNK), ("parts", SPLITS, CHUNK), ("latent", SPLITS, CHUNK)),
+        ],
+    ),
+)
 def test_large_negative_scores(heads, target, segments):
     """All scores are near -1e4. The kernel and the merge must not treat these keys as masked."""
     step = make_step(segments, num_kv_heads=1, poison=False, **HEADS[heads])
@@ -46,15 +58,25 @@ def test_large_negative_scores(heads, target, segments):
     assert every_row_by_itself(out, step.reference(scale=1.0)).max() <= 5e-3
 
 
+HEADS_AND_LENGTHS = [("direct", 1), ("direct", 20), ("latent", 1)]
+
+
 @cache
 def flushing_backend(target_threadgroups: int) -> MetalBackend:
     """Return a backend on a device that flushes subnormal float16 numbers to zero."""
     return MetalBackend(FlushingKernel, target_threadgroups)
 
 
-@pytest.mark.parametrize("distance", [17.0, 11.0])
-@pytest.mark.parametrize("flushes", [False, True])
-@pytest.mark.parametrize("heads, length", [("direct", 1), ("direct", 20), ("latent", 1)])
+@pytest.mark.parametrize(
+    "heads, length, flushes, distance",
+    mostly_full(
+        [(*one, *rest) for one in HEADS_AND_LENGTHS for rest in product([False, True], [17.0, 11.0])],
+        [
+            *((*one, *rest) for one in HEADS_AND_LENGTHS[::2] for rest in product([False, True], [17.0, 11.0])),
+            ("direct", 20, True, 17.0),
+        ],
+    ),
+)
 def test_many_keys_of_small_weight(heads, length, flushes, distance):
     """One key with value zero has nearly all of the weight. 3,000 other keys have e^-distance of its weight each.
 

@@ -78,6 +78,12 @@ def test_the_cases_of_the_mutants(case: tuple[Any, ...]) -> None:
     check_plan(rows_of(segments, *spans), options)
 
 
+@pytest.mark.parametrize("mutant", MUTANTS[::6], ids=lambda m: m.name)
+def test_sample_of_mutants(mutant: Mutant) -> None:
+    assert caught(mutant)
+
+
+@pytest.mark.mutants
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_mutants(mutant: Mutant) -> None:
     assert caught(mutant)

@@ -24,6 +24,7 @@ from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.start_check import CheckDeadline
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import NO_REPLAY_WITHOUT_KERNEL, DeviceInfo, RankInfo
+from tests.support.sweeps import diagonal
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import byte_ids
 from tools.fixtures.stepped_engine import SteppedEngine
@@ -93,8 +94,7 @@ def alone(architecture: str | None = None, seed: int = 0) -> list[list[RequestOu
     return [run_all(tiny_engine(**model_of(architecture)), [request])[0] for request in asked(seed)]
 
 
-@pytest.mark.parametrize("architecture", [None, "gemma3_text", "qwen3_next"])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "architecture"), diagonal(SIZES, [None, "gemma3_text", "qwen3_next"]))
 def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(behind=True, **model_of(architecture), **SIZES[sizes])
     seen = allow_queued_dispatch(engine, monkeypatch)
@@ -106,7 +106,7 @@ def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
 def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed step loses the whole KV cache. All requests still get their full output."""
     requests = asked(seed)
@@ -204,6 +204,30 @@ def test_writes_stay_in_place() -> None:
     assert mx.get_peak_memory() - before < array_bytes
 
 
+def test_samples_of_a_mixed_step_are_gathered_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with decodes and chunks is built before any token of the previous step is on the host."""
+    engine = tiny_engine(max_num_batched_tokens=24, ahead=True)
+    runner: Any = engine.runner
+    built: list[tuple[int, int]] = []  # number of rows with pending tokens, and number of all rows
+    input_ids = type(runner)._input_ids
+
+    def spy(self: Any, batch: Any) -> mx.array:
+        built.append((len(batch.pending_rows), len(batch.input_ids)))
+        return input_ids(self, batch)
+
+    monkeypatch.setattr(type(runner), "_input_ids", spy)
+    for i, length in enumerate([3, 5, 70]):
+        prompt = np.random.default_rng(i).integers(0, 256, length).tolist()
+        engine.add_request(
+            str(i), engine.prepare(prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+        )
+    while engine.has_requests:
+        engine.step()
+    assert any(0 < pending < rows for pending, rows in built), built
+    # All inputs of decodes came from the device, except the first, which is the prompt's last token.
+    assert sum(pending for pending, _ in built) == 3 * 7
+
+
 # --- choice of the mode -------------------------------------------------------------------------------------
 
 
@@ -257,8 +281,7 @@ def test_a_check_in_a_small_cache(num_blocks: int, block_size: int, monkeypatch:
 
 
 @pytest.mark.usefixtures("short_check")
-@pytest.mark.parametrize("at", [0, 1, 5, 7])
-@pytest.mark.parametrize("where", ["execute", "wait", "result"])
+@pytest.mark.parametrize(("where", "at"), diagonal(["execute", "wait", "result"], [0, 1, 5, 7]))
 def test_a_check_that_fails_is_no_end(where: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If one of the check's eight steps fails, the engine still starts and serves."""
     requests = [

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import ModelOutput
 from tests.support.demo import engine_for
 from tests.support.running import run
+from tests.support.sweeps import mostly_full
 from tests.support.tiny_engine import run_pooling, tiny_engine, with_vocabulary
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import tiny_tokenizer
@@ -111,16 +113,24 @@ def fault() -> Fault:
     return Fault()
 
 
-@pytest.fixture(params=[0, 1, 2, 3], ids=["one by one", "one ahead", "behind", "replayed"])
-def dispatch(request: pytest.FixtureRequest) -> dict[str, bool]:
-    return {"ahead": request.param > 0, "behind": request.param > 1, "replay": request.param > 2}
+DISPATCHES: dict[str, dict[str, bool]] = {
+    "one by one": {},
+    "one ahead": {"ahead": True},
+    "behind": {"ahead": True, "behind": True},
+    "replayed": {"ahead": True, "behind": True, "replay": True},
+}
+# Elements from which attention uses a second stream, and True for a model with recurrent layers.
+COMPUTED = {"one stream": (None, False), "two streams": (0, False), "hybrid": (None, True)}
+QUICK_ENGINES = [
+    *(("one stream", "one by one"), ("one stream", "replayed"), ("two streams", "one ahead")),
+    *(("two streams", "behind"), ("hybrid", "one ahead"), ("hybrid", "behind")),
+]
 
 
-@pytest.fixture(params=[(None, False), (0, False), (None, True)], ids=["one stream", "two streams", "hybrid"])
-def engine(
-    request: pytest.FixtureRequest, dispatch: dict[str, bool], fault: Fault, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SteppedEngine]:
-    lane_elements, is_hybrid = request.param
+@pytest.fixture(params=mostly_full(product(product(COMPUTED, DISPATCHES)), zip(QUICK_ENGINES)), ids="-".join)
+def engine(request: pytest.FixtureRequest, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> Iterator[SteppedEngine]:
+    computed, dispatch = request.param
+    lane_elements, is_hybrid = COMPUTED[computed]
     monkeypatch.setattr(mlx_ops, "CPU_LIMITS", replace(mlx_ops.CPU_LIMITS, lane_elements=lane_elements))
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
     if is_hybrid:
@@ -134,7 +144,7 @@ def engine(
         block_size=8,
         num_blocks=64,
         max_num_seqs=3,
-        **dispatch,
+        **DISPATCHES[dispatch],
     )
 
 
@@ -172,10 +182,11 @@ on_device = pytest.mark.own_process
 @pytest.mark.parametrize(
     ("kind", "at_step"),
     [
-        *(("build", step) for step in (0, 2, 5)),
-        *(pytest.param("eval", step, marks=on_device) for step in (1, 5)),
+        *(("build", step) for step in (0, 5)),
+        pytest.param("eval", 1, marks=[on_device, pytest.mark.full]),
+        pytest.param("eval", 5, marks=on_device),
         ("result", 1),
-        *(pytest.param(*one, marks=pytest.mark.full) for one in (("build", 1), ("result", 5))),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in (("build", 1), ("build", 2), ("result", 5))),
     ],
 )
 def test_the_engine_goes_on(
@@ -208,9 +219,15 @@ def fails_once(original: Any, at_call: int = 0) -> Any:
     return call
 
 
-@pytest.mark.parametrize("at_call", [0, 2])
+@pytest.mark.parametrize("dispatch", DISPATCHES.values(), ids=DISPATCHES)
 @pytest.mark.parametrize(
-    ("owner", "name"), [(RequestTable, "append_tokens"), (StepPooling, "result")], ids=["append", "pooling"]
+    ("owner", "name", "at_call"),
+    [
+        pytest.param(RequestTable, "append_tokens", 0, id="append"),
+        pytest.param(RequestTable, "append_tokens", 2, id="append later", marks=pytest.mark.full),
+        pytest.param(StepPooling, "result", 0, id="pooling", marks=pytest.mark.full),
+        pytest.param(StepPooling, "result", 2, id="pooling later"),
+    ],
 )
 def test_what_a_step_has_computed_cannot_be_taken_over(
     owner: type, name: str, at_call: int, dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch
@@ -377,11 +394,14 @@ def test_running_requests_survive_the_loss_of_their_kv(engine: SteppedEngine) ->
 
 
 @pytest.mark.parametrize(
-    ("behind", "replay"), [(False, False), (True, False), (True, True)], ids=["one ahead", "behind", "replayed"]
+    ("dispatch", "at_step"),
+    mostly_full(
+        product([name for name in DISPATCHES if name != "one by one"], range(4, 12)),
+        [("one ahead", 4), ("behind", 6), ("replayed", 8), ("one ahead", 11)],
+    ),
 )
-@pytest.mark.parametrize("at_step", range(4, 12))
 def test_a_refused_step_leaves_those_out_of_it_alone(
-    fault: Fault, monkeypatch: pytest.MonkeyPatch, at_step: int, behind: bool, replay: bool
+    fault: Fault, monkeypatch: pytest.MonkeyPatch, at_step: int, dispatch: str
 ) -> None:
     """More outputs than the budget: the refused step may omit requests that sampled in the step in flight."""
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
@@ -394,9 +414,7 @@ def test_a_refused_step_leaves_those_out_of_it_alone(
         block_size=8,
         num_blocks=64,
         max_num_seqs=4,
-        ahead=True,
-        behind=behind,
-        replay=replay,
+        **DISPATCHES[dispatch],
     )
     expected = run(engine, PROMPTS, GREEDY)
     engine.scheduler.config = replace(engine.scheduler.config, max_num_batched_tokens=1)
@@ -474,7 +492,11 @@ def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPa
 
 @on_device
 @pytest.mark.parametrize(
-    ("at_call", "replay"), [*((call, False) for call in range(12)), *((call, True) for call in range(8, 12))]
+    ("at_call", "replay"),
+    mostly_full(
+        [*product(range(12), [False]), *product(range(8, 12), [True])],
+        [*product((0, 1, 2, 3, 8, 11), [False]), (8, True), (11, True)],
+    ),
 )
 def test_a_dispatch_that_raises(at_call: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dispatching fails for the first or second part of a step, with or without another step in flight."""

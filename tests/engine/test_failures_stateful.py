@@ -291,7 +291,7 @@ class RecurrentFailureMachine(FailureMachine):
 
 
 # The health checks compare generation time with execution time. Here, execution takes most of the time.
-_QUICK = settings(max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
+_QUICK = settings(max_examples=7, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class TestFailures(FailureMachine.TestCase):
@@ -299,7 +299,7 @@ class TestFailures(FailureMachine.TestCase):
 
 
 class TestRecurrentFailures(RecurrentFailureMachine.TestCase):
-    settings = settings(_QUICK, max_examples=8)
+    settings = settings(_QUICK, max_examples=5)
 
 
 @pytest.mark.full

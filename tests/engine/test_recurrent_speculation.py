@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.engine.test_recurrent import ARCHITECTURES, GREEDY, PROMPTS, hybrid_engine, own_answer, own_answers, prompts
 from tests.runner.test_speculation import EVERYTHING, check_same
 from tests.support.speculation import KnownOutputs, propose_from, speculative_config
+from tests.support.sweeps import diagonal
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import byte_ids
 from tools.fixtures.recurrent_architectures import RECURRENT
@@ -74,7 +76,7 @@ def test_verifications_are_replayed_as_long_as_they_are(architecture: str) -> No
     for _ in range(2):
         outputs = run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS[:3]])
         assert [token_ids(o) for o in outputs] == answers[:3]
-    assert engine.metrics.num_decode_forwards["replayed"] > 4
+    assert engine.metrics.num_decode_forwards["replayed"] > 2
 
 
 def test_without_a_slot_to_spare_there_are_no_drafts() -> None:
@@ -86,11 +88,12 @@ def test_without_a_slot_to_spare_there_are_no_drafts() -> None:
 
 def test_right_drafts_cost_no_step_more() -> None:
     """Accepted drafts are not computed again. After a rejection, the recomputation is part of the next step."""
-    (prompt,), (answer,) = PROMPTS[:1], own_answers("qwen3_5")[:1]
+    prompt, params = PROMPTS[0], replace(GREEDY, max_tokens=24)
+    answer = own_answer("qwen3_5", prompt, 24)
     for rightness, num_steps in ((1.0, 1 + 5), (0.0, 1 + 24)):
         engine = hybrid_engine("qwen3_5", speculative=speculative_config(4))
         propose_from(engine, KnownOutputs({tuple(prompt): answer}, rightness=rightness))
-        assert [token_ids(o) for o in run_all(engine, [(prompt, GREEDY)])] == [answer]
+        assert [token_ids(o) for o in run_all(engine, [(prompt, params)])] == [answer]
         assert engine.num_steps == num_steps
         assert bool(sum(engine.metrics.num_accepted_tokens)) == (rightness == 1.0)
 
@@ -173,8 +176,9 @@ def keeping_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestStates, "keep_for_drafts", wrong)
 
 
-@pytest.mark.parametrize("mistake", [going_on_from_the_wrong_state, keeping_no_state])
-@pytest.mark.parametrize("architecture", ["qwen3_5", "mamba"])
+@pytest.mark.parametrize(
+    ("mistake", "architecture"), diagonal([going_on_from_the_wrong_state, keeping_no_state], ["qwen3_5", "mamba"])
+)
 def test_a_mistake_changes_answers(mistake: Any, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
     engine = speculating(architecture, own_answers(architecture))

@@ -22,17 +22,15 @@ from metal_engine.runner import replay
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.replay import DecodeReplay, padded
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.text.tokenizer import Tokenizer
-from tests.engine.test_behind import SIZES, allow_queued_dispatch, asked, same
+from tests.engine.test_behind import SIZES, allow_queued_dispatch, alone, asked, same
 from tests.engine.test_failed_steps import Fault, run_with_fault
-from tests.engine.test_one_ahead import ASKED, ask_all, tokens_of, with_caching
 from tests.engine.test_quantized_kv import model_of
 from tests.support import adapters
-from tests.support.demo import MakeEngine, engine_for
+from tests.support.demo import engine_for
 from tests.support.running import run
 from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
+from tests.support.sweeps import diagonal
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference
-from tools.compare.equal_outputs import MAX_GAP, compare_outputs
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import tiny_model
@@ -61,46 +59,6 @@ def num_replayed(engine: SteppedEngine) -> int:
     return forwards["replayed"] + forwards["traced"]
 
 
-@pytest.fixture(scope="module")
-def one_by_one() -> dict[str, Any]:
-    return {}
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "ahead"),
-    [
-        pytest.param(512, True, id="roomy, one ahead", marks=pytest.mark.full),
-        pytest.param(512, False, id="roomy", marks=pytest.mark.full),
-        pytest.param(14, True, id="tight, one ahead"),
-    ],
-)
-def test_equal_outputs_on_the_demo_model(
-    num_blocks: int,
-    ahead: bool,
-    make_engine: MakeEngine,
-    demo_tokenizer: Tokenizer,
-    reference_model: Any,
-    one_by_one: dict[str, Any],
-) -> None:
-    """Compare with built steps one by one, with chunks, stops, seeds and preemption."""
-    if not one_by_one:
-        one_by_one["outputs"] = ask_all(make_engine(budget=96), demo_tokenizer)
-    engine = with_caching(make_engine(budget=96, num_blocks=num_blocks, ahead=ahead, replay=True))
-    replayed = ask_all(engine, demo_tokenizer)
-    assert (engine.stats.num_preemptions > 0) == (num_blocks == 14)
-    num_same = 0
-    for ask, a, b in zip(ASKED, one_by_one["outputs"], replayed, strict=True):
-        num_same += tokens_of(a) == tokens_of(b)
-        if tokens_of(a) == tokens_of(b):
-            assert (a[-1].finish_reason, a[-1].stop_reason) == (b[-1].finish_reason, b[-1].stop_reason)
-            continue
-        prompt = demo_tokenizer.encode(ask.text)
-        assert ask.params.is_greedy, "a seeded sample differs"
-        assert compare_outputs(reference_model, prompt, tokens_of(a), tokens_of(b)).gap < MAX_GAP
-    assert num_same >= len(ASKED) - 1
-    assert num_replayed(engine) >= 5 and engine.metrics.replay_refusal is None
-
-
 MODELS = [
     pytest.param("llama", "auto", id="plain"),
     pytest.param("gemma3_text", "auto", id="windows"),
@@ -118,8 +76,7 @@ DISPATCH = [
 ]
 
 
-@pytest.mark.parametrize("dispatch", DISPATCH)
-@pytest.mark.parametrize(("name", "kv_cache_dtype"), MODELS)
+@pytest.mark.parametrize(("name", "kv_cache_dtype", "dispatch"), diagonal(MODELS, DISPATCH))
 def test_equal_outputs(name: str, kv_cache_dtype: str, dispatch: dict[str, bool]) -> None:
     expected = run(tiny(model_of(name), kv_cache_dtype=kv_cache_dtype, replay=False), PROMPTS, EACH)
     engine = tiny(model_of(name), kv_cache_dtype=kv_cache_dtype, num_blocks=20, **dispatch)
@@ -156,16 +113,15 @@ def test_what_samplers_ask_for() -> None:
     assert engine.metrics.num_decode_forwards["replayed"] > 5
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", [pytest.param("roomy", marks=pytest.mark.full), "chunks", "preempted"])
 def test_every_control_behind_other_steps(sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers all controls, including grammars with masks from the host.
 
     Replayed steps follow replayed, built, or no steps.
     """
-    alone = [run_all(tiny_engine(), [request])[0] for request in asked()]
     engine = tiny_engine(behind=True, replay=True, **SIZES[sizes])
     seen = allow_queued_dispatch(engine, monkeypatch)
-    for ours, theirs in zip(run_all(engine, asked()), alone, strict=True):
+    for ours, theirs in zip(run_all(engine, asked()), alone(), strict=True):
         same(ours, theirs)
     assert sum(seen) > 5 and num_replayed(engine) > 5
     assert (engine.stats.num_preemptions > 0) == (sizes == "preempted")
@@ -253,7 +209,7 @@ def test_nothing_is_replayed_where_mlx_compiles_nothing(is_late: bool) -> None:
 
 
 @pytest.mark.own_process
-@pytest.mark.parametrize("dispatch", DISPATCH)
+@pytest.mark.parametrize("dispatch", [pytest.param({}, id="one by one", marks=pytest.mark.full), *DISPATCH[1:]])
 def test_a_trace_that_fails_at_first_is_the_last(dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU may refuse a fused kernel. Without disabling replay, steps would fail each time that sizes are traced."""
     fault = Fault()
@@ -278,8 +234,7 @@ def test_a_trace_that_fails_at_first_is_the_last(dispatch: dict[str, bool], monk
 
 
 @pytest.mark.own_process
-@pytest.mark.parametrize("point", ["tokens", "logits"])
-@pytest.mark.parametrize("dispatch", DISPATCH)
+@pytest.mark.parametrize(("dispatch", "point"), diagonal(DISPATCH, ["tokens", "logits"]))
 def test_replayed_steps_that_fail_at_either_end(
     dispatch: dict[str, bool], point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

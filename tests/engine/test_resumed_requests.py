@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, merge_outputs
 from tests.support.mixed_requests import MODELS, MODES, add_all, check_equal, undisturbed
+from tests.support.sweeps import mostly_full
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.stepped_engine import SteppedCore, SteppedEngine
 
@@ -49,9 +51,20 @@ class RecordingCore(SteppedCore):
         self.core = core
 
 
-@pytest.mark.parametrize("mode", ["one by one", "behind, replayed", "drafts ahead"])
-@pytest.mark.parametrize("at_steps", [(1, 3), (2, 7), (5, 8), (11, 16)])
-@pytest.mark.parametrize("model", MODELS)
+AT_STEPS = [(1, 3), (2, 7), (5, 8), (11, 16)]
+KEPT_MODES = ["one by one", "behind, replayed", "drafts ahead"]
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "at_steps"),
+    mostly_full(
+        product(MODELS, KEPT_MODES, AT_STEPS),
+        [
+            *zip(["attention"] * 3, KEPT_MODES, AT_STEPS[1:], strict=True),
+            *zip(["recurrent"] * 3, KEPT_MODES, AT_STEPS[:3], strict=True),
+        ],
+    ),
+)
 def test_another_engine_continues(model: str, at_steps: tuple[int, int], mode: str) -> None:
     """Two engines end before their requests. The client gets the outputs of a single engine."""
 

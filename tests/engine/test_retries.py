@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import KVCacheLostError, RunnerLostError
 from tests.support.mixed_requests import MODELS, MODES, add_all, check_equal, run_to_end
+from tests.support.sweeps import mostly_full
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import FakeRunner, byte_ids, fake_config, generated, tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
@@ -150,9 +152,16 @@ def test_a_suspect_that_leaves_makes_room_for_the_next() -> None:
 # --- mixed requests on a model ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "mode", "seed"),
+    mostly_full(
+        product(MODELS, MODES, range(2)),
+        [
+            *product(["attention"], ["behind, replayed", "drafts"], [0]),
+            *product(["recurrent"], ["one ahead", "drafts ahead"], [0]),
+        ],
+    ),
+)
 def test_steps_that_fail_at_random(model: str, mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """4% of steps fail, while they are built or on the device. No step with a suspect fails."""
     engine = tiny_engine(**MODELS[model], **MODES[mode], max_num_batched_tokens=24, num_blocks=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.demo import MakeEngine
 from tests.support.running import run
+from tests.support.tiny_engine import tiny_engine, tiny_reference
 from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.fake_engine import byte_ids
 from tools.fixtures.stepped_engine import SteppedEngine
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
 def with_knobs(engine: SteppedEngine, *, caching: bool = False, **knobs: Any) -> SteppedEngine:
@@ -25,33 +28,33 @@ def with_knobs(engine: SteppedEngine, *, caching: bool = False, **knobs: Any) ->
     return engine
 
 
-@pytest.fixture(scope="module")
-def prompts(demo_tokenizer: Tokenizer) -> list[list[int]]:
-    """Return prompts: two shared prefixes with different ends, one prompt twice, and short prompts between them."""
-    guide = "You are a patient guide to a small town. " + "The bakery opens at six, the mill at eight. " * 3
-    story = "Once upon a time there was a fox who lived at the edge of a wide and quiet forest. " * 4
-    texts = [
-        guide + "Where do I get bread?",
-        story + "One day",
+GUIDE = "You are a patient guide to a small town. " + "The bakery opens at six, the mill at eight. " * 3
+STORY = "Once upon a time there was a fox who lived at the edge of a wide and quiet forest. " * 4
+# Two shared prefixes with different ends, one prompt twice, and short prompts between them.
+PROMPTS = [
+    byte_ids(text)
+    for text in (
+        GUIDE + "Where do I get bread?",
+        STORY + "One day",
         "Tides are",
-        guide + "When does the mill open?",
-        story + "The fox",
-        story + "The fox",
+        GUIDE + "When does the mill open?",
+        STORY + "The fox",
+        STORY + "The fox",
         "1, 2, 3, 4,",
-        guide,
-    ]
-    return [demo_tokenizer.encode(text) for text in texts]
+        GUIDE,
+    )
+]
 
 
-@pytest.fixture(scope="module")
-def plain_outputs(prompts: list[list[int]]) -> dict[str, list[list[int]]]:
-    return {}
+@cache
+def plain_outputs() -> list[list[int]]:
+    return run(tiny_engine(max_num_batched_tokens=96, enable_prefix_caching=False), PROMPTS, GREEDY)
 
 
 @pytest.mark.parametrize(
     "knobs",
     [
-        pytest.param({"caching": True}, id="caching", marks=pytest.mark.full),
+        pytest.param({"caching": True}, id="caching"),
         pytest.param(
             {"caching": True, "max_num_partial_prefills": 4, "long_prefill_token_threshold": 64},
             id="caching and partial prefills",
@@ -59,7 +62,6 @@ def plain_outputs(prompts: list[list[int]]) -> dict[str, list[list[int]]]:
         pytest.param(
             {"max_num_partial_prefills": 4, "page_aligned_scheduling": True, "max_attention_work": 4000},
             id="aligned and capped",
-            marks=pytest.mark.full,
         ),
         pytest.param(
             {
@@ -69,28 +71,23 @@ def plain_outputs(prompts: list[list[int]]) -> dict[str, list[list[int]]]:
                 "page_aligned_scheduling": True,
                 "max_attention_work": 4000,
                 "scheduling_policy": "priority",
-                "num_blocks": 22,  # a small pool: preempted requests resume from cached blocks
+                "num_blocks": 46,  # a small pool: preempted requests resume from cached blocks
             },
             id="all, in a tight pool",
         ),
     ],
 )
-def test_equal_outputs(
-    knobs: dict[str, Any],
-    make_engine: MakeEngine,
-    prompts: list[list[int]],
-    plain_outputs: dict[str, list[list[int]]],
-    reference_model: Any,
-) -> None:
-    if not plain_outputs:
-        plain_outputs["outputs"] = run(make_engine(budget=96), prompts, GREEDY)
-    knobs = dict(knobs)
-    engine = with_knobs(make_engine(budget=96, num_blocks=knobs.pop("num_blocks", 512)), **knobs)
-    outputs = run(engine, prompts, GREEDY, at_once=6)
+def test_equal_outputs(knobs: dict[str, Any]) -> None:
+    num_blocks = knobs.get("num_blocks", 512)
+    engine = tiny_engine(max_num_batched_tokens=96, num_blocks=num_blocks)
+    engine = with_knobs(engine, **{name: value for name, value in knobs.items() if name != "num_blocks"})
+    outputs = run(engine, PROMPTS, GREEDY, at_once=6)
     if knobs.get("caching"):
         assert engine.scheduler.blocks._cached
-    for prompt, plain, other in zip(prompts, plain_outputs["outputs"], outputs, strict=True):
-        assert compare_outputs(reference_model, prompt, plain, other).equal
+    assert bool(engine.stats.num_preemptions) == (num_blocks == 46)
+    model = tiny_reference()
+    for prompt, plain, other in zip(PROMPTS, plain_outputs(), outputs, strict=True):
+        assert compare_outputs(model, prompt, plain, other).equal
 
 
 def test_the_second_turn_of_a_chat_computes_only_what_is_new(

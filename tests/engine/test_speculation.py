@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.engine.test_failed_steps import GREEDY, PROMPTS, VOCAB_SIZE, Fault, r
 from tests.support.demo import engine_for
 from tests.support.running import run
 from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
+from tests.support.sweeps import mostly_full
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids, with_vocabulary
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.architectures import configuration
@@ -83,7 +85,8 @@ def drafting_demo(target: PagedModel, tokenizer: Tokenizer, draft: PagedModel, b
     return engine
 
 
-@pytest.mark.parametrize(("budget", "num_tokens"), [(512, 8), pytest.param(24, 40, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("budget", "num_tokens"), [(512, 8), (24, 40)])
+@pytest.mark.full
 def test_greedy_outputs_are_mlx_lms_with_a_draft_model(
     paged_demo: PagedModel,
     demo_tokenizer: Tokenizer,
@@ -100,31 +103,6 @@ def test_greedy_outputs_are_mlx_lms_with_a_draft_model(
         golden = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=num_tokens)]
         assert compare_outputs(reference_model, prompt, golden, output).equal
     assert 0 < sum(engine.metrics.num_accepted_tokens) < engine.metrics.num_draft_tokens
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"seed": 7}, {"seed": 8, "temperature": 0.7, "top_p": 0.9}])
-def test_the_demo_model_accepts_all_that_it_drafts_itself(
-    paged_demo: PagedModel, demo_tokenizer: Tokenizer, make_draft: Callable[..., PagedModel], fields: dict[str, Any]
-) -> None:
-    """More than 1,000 drafts. The rounding depends on the number of rows, so near ties may be rejected."""
-    prompts = [demo_tokenizer.encode(text) for text in TASKS]
-    params = SamplingParams(**{"max_tokens": 340, "ignore_eos": True, **fields})
-    engine = drafting_demo(paged_demo, demo_tokenizer, make_draft())
-    run(engine, prompts, params, at_once=4)
-    num_accepted, num_drafts = sum(engine.metrics.num_accepted_tokens), engine.metrics.num_draft_tokens
-    assert num_drafts >= 1000
-    assert num_drafts - num_accepted <= 4, "more than one near tie"  # each near tie rejects up to four drafts
-
-
-@pytest.mark.full
-def test_hardly_any_draft_of_a_random_model_is_accepted(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> None:
-    draft = PagedModel(tiny_model(vocab_size=49152))
-    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    engine = drafting_demo(paged_demo, demo_tokenizer, draft)
-    run(engine, [demo_tokenizer.encode(text) for text in TASKS], params, at_once=4)
-    assert engine.metrics.num_draft_tokens > 100
-    assert sum(engine.metrics.num_accepted_tokens) <= 0.01 * engine.metrics.num_draft_tokens
 
 
 def known_to(requests: list[tuple[list[int], SamplingParams]], outputs: list[list[int]]) -> KnownOutputs:
@@ -149,12 +127,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [
-        *((kind, 0) for kind in MODELS),
-        ("plain", 1),
-        ("plain", 2),
-        *(pytest.param(kind, seed, marks=pytest.mark.full) for kind in MODELS for seed in (3, 4, 5)),
-    ],
+    mostly_full(product(MODELS, range(5)), [("plain", 0), ("one ahead", 1), ("recurrent, one ahead", 0)]),
 )
 def test_aborts(kind: str, seed: int) -> None:
     """Aborted requests change nothing for other requests, and leave nothing behind."""
@@ -203,10 +176,15 @@ def test_next_turns_find_what_was_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "at_step"), [("build", 2), ("build", 5), pytest.param("eval", 5, marks=pytest.mark.own_process)]
+    ("is_hybrid", "ahead", "kind", "at_step"),
+    [
+        (False, False, "build", 5),
+        (True, False, "build", 2),
+        (True, True, "build", 5),
+        pytest.param(False, True, "eval", 5, marks=[pytest.mark.own_process, pytest.mark.full]),
+        pytest.param(True, False, "eval", 5, marks=[pytest.mark.own_process, pytest.mark.full]),
+    ],
 )
-@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
-@pytest.mark.parametrize("is_hybrid", [False, True], ids=["attention", "hybrid"])
 def test_the_engine_goes_on_after_a_step_that_fails(
     is_hybrid: bool, ahead: bool, kind: str, at_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

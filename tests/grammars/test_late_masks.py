@@ -17,6 +17,7 @@ from metal_engine.grammars.compiled import CompiledGrammar, GrammarMatcher
 from metal_engine.grammars.messages import MASK, MASK_ALONE, pack_masks
 from metal_engine.runner import step_sampling
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.support.sweeps import diagonal
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import byte_ids
 
@@ -82,8 +83,7 @@ def test_a_process_that_never_answers_ends_its_output(
     assert grammar[0].needs_replacement
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(("ahead", "block_size"), diagonal([False, True], [1, 4, 16]))
 def test_outputs_that_sit_out_steps_are_the_same(ahead: bool, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def params(**fields: Any) -> SamplingParams:
         return SamplingParams(max_tokens=25, temperature=0.8, **fields)

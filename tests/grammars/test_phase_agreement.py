@@ -249,7 +249,7 @@ def check_answer(demo: Tokenizer, name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("num_answers", [20, pytest.param(667, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_answers", [10, pytest.param(667, marks=pytest.mark.full)])
 def test_the_phase_of_every_token(demo_tokenizer: Tokenizer, name: str, num_answers: int) -> None:
     for seed in range(num_answers):
         check_answer(demo_tokenizer, name, seed)

@@ -20,6 +20,7 @@ from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.token_rules import Matcher
 from tests.support.splitting import answer_format
+from tests.support.sweeps import diagonal
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tests.support.tool_formats import TOOLS
 from tools.fixtures.fake_engine import EOS, VOCAB_SIZE, byte_ids, tiny_tokenizer
@@ -348,7 +349,10 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
         {},
     ]
     return [
-        (byte_ids(PROMPTS[i % len(PROMPTS)]), SamplingParams(max_tokens=60, temperature=0.9, seed=i, **fields))
+        (
+            byte_ids(PROMPTS[i % len(PROMPTS)]),
+            SamplingParams(max_tokens=40 if i % 7 else 60, temperature=0.9, seed=i, **fields),
+        )
         for i, fields in enumerate(every * 2)
     ]
 
@@ -396,10 +400,10 @@ SPECULATIVE = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda: tiny_engine(), id="together"),
+        pytest.param(lambda: tiny_engine(), id="together", marks=pytest.mark.full),
         pytest.param(lambda: tiny_engine(max_num_batched_tokens=16), id="chunked"),
         pytest.param(lambda: tiny_engine(ahead=True), id="ahead"),
-        pytest.param(lambda: tiny_engine(behind=True), id="behind"),
+        pytest.param(lambda: tiny_engine(behind=True), id="behind", marks=pytest.mark.full),
         pytest.param(lambda: tiny_engine(behind=True, replay=True), id="replayed"),
         pytest.param(lambda: tiny_engine(ahead=True, block_size=4, num_blocks=90), id="preempted"),
         pytest.param(lambda: tiny_engine(speculative=SPECULATIVE), id="drafts"),
@@ -433,19 +437,18 @@ def test_an_output_does_not_end_within_the_reasoning_before_a_structured_output(
     assert len(token_ids(outputs)) == 20 and EOS not in token_ids(outputs)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "mamba"])
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param({"ahead": True}, id="ahead"),
-        pytest.param({"behind": True, "num_blocks": 40}, id="behind, preempted"),
-        pytest.param({"ahead": True, "replay": True}, id="replayed"),
-        pytest.param({"speculative": SPECULATIVE}, id="drafts"),
-    ],
-)
-def test_recurrent_models(architecture: str, config: dict[str, Any]) -> None:
+RECURRENT_WAYS: dict[str, dict[str, Any]] = {
+    "ahead": {"ahead": True},
+    "behind, preempted": {"behind": True, "num_blocks": 40},
+    "replayed": {"ahead": True, "replay": True},
+    "drafts": {"speculative": SPECULATIVE},
+}
+
+
+@pytest.mark.parametrize(("way", "architecture"), diagonal(RECURRENT_WAYS, ["qwen3_5", "mamba"]))
+def test_recurrent_models(architecture: str, way: str) -> None:
     """A state that has advanced past a token that is taken back starts again from a checkpoint."""
-    engine = recurrent_engine(architecture, **config)
+    engine = recurrent_engine(architecture, **RECURRENT_WAYS[way])
     assert [token_ids(one) for one in run_all(engine, requests()[:7])] == recurrent_outputs(architecture)
     assert engine.stats.num_used_blocks == 0
 

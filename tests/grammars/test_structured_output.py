@@ -58,11 +58,13 @@ def complete_outputs(engine: Any, requests: list[tuple[list[int], SamplingParams
     return texts
 
 
-def test_every_schema_holds_a_random_model() -> None:
+@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_schemas_hold_a_random_model(step: int) -> None:
     """A model with random weights writes unusual outputs. All that the mask allows must validate."""
     engine = tiny_engine(num_blocks=4096, max_num_batched_tokens=256)
     requests = []
-    for i, schema in enumerate(SCHEMAS):
+    schemas = SCHEMAS[::step]
+    for i, schema in enumerate(schemas):
         params = SamplingParams(
             seed=i,
             max_tokens=300,
@@ -71,10 +73,7 @@ def test_every_schema_holds_a_random_model() -> None:
         )
         requests.append((byte_ids(f"schema {i}"), params))
     texts = complete_outputs(engine, requests)
-    for schema, text in zip(SCHEMAS, texts, strict=True):
-        if text is not None:
-            check(schema, text)
-    assert sum(text is not None for text in texts) >= 75
+    assert check_all(schemas, texts) >= 0.75 * len(schemas)
 
 
 def demo_outputs(
@@ -128,11 +127,6 @@ def check_all(schemas: list[dict[str, Any]], texts: list[str | None]) -> int:
         if text is not None:
             check(schema, text)
     return sum(text is not None for text in texts)
-
-
-def test_the_demo_model_keeps_to_schemas(make_engine: MakeEngine, demo_tokenizer: Tokenizer) -> None:
-    schemas = SCHEMAS[5:96:30]
-    assert check_all(schemas, demo_outputs(make_engine, demo_tokenizer, schemas, 40)) >= 2
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -36,10 +37,11 @@ from metal_engine.step import SchedulerOutput
 from metal_engine.token_rules import NO_RULES, TokenRules
 from tests.support.draft_heads import random_head
 from tests.support.speculation import FreeDrafts, KnownAheadTimes, draft_model_config, speculate, speculative_config
+from tests.support.sweeps import mostly_full
 from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import random_model, tiny_model
 
-NUM_STEPS = 200
+NUM_STEPS = 64
 
 
 # One array for latents and positions, with 2 * 16 numbers per token, like K or V of the other models.
@@ -64,7 +66,7 @@ INDEXED = {
 
 
 MODELS = [
-    pytest.param({"num_hidden_layers": 1}, id="1 layer"),
+    pytest.param({"num_hidden_layers": 1}, id="1 layer", marks=pytest.mark.full),
     pytest.param({"num_hidden_layers": 6}, id="6 layers"),
     pytest.param({"num_hidden_layers": 30}, id="30 layers", marks=pytest.mark.full),
     pytest.param(LATENT, id="latent"),
@@ -141,14 +143,17 @@ def measure_in_place(
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 @pytest.mark.parametrize("config", [*MODELS, pytest.param(INDEXED, id="index")])
-def test_writes_stay_in_place_over_200_steps(config: dict[str, Any], num_ahead: int) -> None:
+def test_writes_stay_in_place_over_many_steps(config: dict[str, Any], num_ahead: int) -> None:
     """Chunks without sampling, mixed steps, and decodes."""
     assert measure_in_place(PagedModel(tiny_model(**config)), num_ahead) > NUM_STEPS
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
-@pytest.mark.parametrize("num_drafts", [3, 0], ids=["drafts", "keys and values only"])
-@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
+@pytest.mark.parametrize(
+    ("replay", "num_drafts", "num_ahead"),
+    mostly_full(
+        product([False, True], [3, 0], [0, 1]), [(False, 3, 1), (True, 3, 0), (True, 3, 1), (False, 0, 0), (True, 0, 1)]
+    ),
+)
 def test_a_draft_head_s_writes_stay_in_place(replay: bool, num_drafts: int, num_ahead: int) -> None:
     """The head follows each step, and its chains write between the steps."""
     paged = PagedModel(tiny_model())
@@ -341,7 +346,7 @@ NUM_SLOTS = 40
 
 
 def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = False) -> None:
-    """Check the peak memory of 200 steps of requests that arrive, continue in order, and finish one by one.
+    """Check the peak memory of many steps. Requests arrive, continue in order, and finish one by one.
 
     With partially rejected drafts, states move to other slots and back.
     """
@@ -365,17 +370,18 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
     if runner.replay is not None:
         runner.replay._trace_at = 1
     scheduler = Scheduler(config, cache)
+    num_tokens = 2 * NUM_STEPS if has_drafts else NUM_STEPS
     are_accepted: set[bool] = set()  # True for a request and step if all drafts were accepted
     if has_drafts:
         proposer = NgramProposer(speculative)
         speculate(scheduler, proposer, async_times=KnownAheadTimes(0.7))
         proposer.record_result = lambda request, n, right: are_accepted.add(n == right)  # type: ignore[method-assign]
-    _add(scheduler, [20, 27, 80], NUM_STEPS, repeats=has_drafts)
+    _add(scheduler, [20, 27, 80], num_tokens, repeats=has_drafts)
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    assert Loop(runner, scheduler, num_ahead).run() > (NUM_STEPS // 4 if has_drafts else NUM_STEPS)
+    assert Loop(runner, scheduler, num_ahead).run() > (num_tokens // 4 if has_drafts else num_tokens)
     assert are_accepted == ({True, False} if has_drafts else set())
     assert runner.replay is None or runner.replay.num_traces > 1
     running = 3 * paged.pool.bytes_per_request
@@ -392,7 +398,7 @@ ACTIVATIONS = 1 << 20
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
-def test_states_stay_in_place_over_200_steps(num_ahead: int, replay: bool) -> None:
+def test_states_stay_in_place_over_many_steps(num_ahead: int, replay: bool) -> None:
     measure_states(num_ahead, replay=replay)
 
 
@@ -402,7 +408,7 @@ def test_states_stay_in_place_with_drafts(num_ahead: int, replay: bool) -> None:
     measure_states(num_ahead, has_drafts=True, replay=replay)
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize("num_ahead", [pytest.param(0, marks=pytest.mark.full), 1], ids=["one by one", "one ahead"])
 def test_the_measurement_sees_states_that_are_kept(num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     take = RecurrentState.take
 

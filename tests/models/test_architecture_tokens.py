@@ -21,7 +21,7 @@ from tools.fixtures.fake_engine import VOCAB_SIZE
 
 REPLAYED = ["afm7", "baichuan_m1", "gpt_bigcode", "iquestloopcoder", "llama4", "longcat_flash_ngram", "plamo", "plamo2"]
 ARCHITECTURES = [*REPLAYED, "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"]
-NUM_TOKENS = 10
+NUM_TOKENS = 6
 ARRAYS_OF_A_REQUEST = 6 * 5  # at most, in deepseek_v41's caches
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 # Longer than the windows and chunks of the tiny configurations. The requests end in different steps.
@@ -75,7 +75,7 @@ def test_alone_in_chunks_then_preempted_ahead_then_after_a_failed_step(
 ) -> None:
     """Run requests one after another over mlx-lm's own caches, without a prefix cache. Their memory is released."""
     engine = engine_of(architecture, max_num_batched_tokens=7, enable_prefix_caching=False)
-    assert outputs_of(engine) == (mlx_lms_tokens(architecture), 0)
+    assert outputs_of(engine, 3) == (mlx_lms_tokens(architecture)[:3], 0)
     engine = engine_of(architecture, behind=True, num_blocks=22, enable_prefix_caching=False)
     assert outputs_of(engine)[0] == mlx_lms_tokens(architecture)
     assert engine.scheduler.num_preemptions
@@ -94,7 +94,7 @@ def test_alone_in_chunks_then_preempted_ahead_then_after_a_failed_step(
     assert engine.metrics.num_failed_steps == 1
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [mx.float32, pytest.param(mx.bfloat16, marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("architecture", ALONE)
 def test_alone_beside_a_grammar_a_stop_string_and_an_abort(architecture: str, dtype: mx.Dtype) -> None:
     """All prompts fit into a step, so that mlx-lm computes the same chunks, and rounds in the same way."""

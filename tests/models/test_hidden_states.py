@@ -21,6 +21,7 @@ from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.models.info import model_info
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
+from tests.support.sweeps import mostly_full
 from tools.fixtures.architectures import SUPPORTED, VOCAB_SIZE, configuration
 from tools.fixtures.tiny_models import random_model
 
@@ -72,7 +73,14 @@ def packed_hidden_states(paged: PagedModel, tokens: list[np.ndarray]) -> np.ndar
     return np.array(hidden)
 
 
-@pytest.mark.parametrize("model_type", SUPPORTED)
+# Trunks of all kinds: plain, tied, within a multimodal model, scaled, per-layer inputs, recurrent, with an index.
+SOME = [
+    *("llama", "gpt2", "gpt_neox", "gemma3_text", "gemma3n", "gemma4", "qwen3_vl", "qwen3_5", "llama4", "minicpm"),
+    *("phimoe", "mamba", "rwkv7", "falcon_h1", "kimi_k3", "deepseek_v32", "longcat_flash_ngram", "minimax_m3_vl"),
+]
+
+
+@pytest.mark.parametrize("model_type", mostly_full(zip(SUPPORTED), zip(SOME)))
 def test_hidden_states_are_those_before_the_head(model_type: str) -> None:
     model = random_model(configuration(model_type))
     rng = np.random.default_rng(3)

@@ -72,7 +72,7 @@ def without() -> list[list[RequestOutput]]:
 @pytest.mark.parametrize(
     ("draft", "num_drafts", "config"),
     [
-        ("own", 4, {}),
+        pytest.param("own", 4, {}, marks=pytest.mark.full),
         ("blurred", 3, {"max_num_batched_tokens": 24}),
         ("blurred", 7, {"num_blocks": 24, "max_num_batched_tokens": 40}),
         pytest.param("random", 2, {}, marks=pytest.mark.full),
@@ -111,10 +111,10 @@ PLAIN: Requests = [(prompt, one) for prompt, one in EVERYTHING if one.structured
 @pytest.mark.parametrize(
     ("num_drafts", "config"),
     [
-        (4, {}),
+        pytest.param(4, {}, marks=pytest.mark.full),
         (4, {"max_num_batched_tokens": 32}),
         (4, {"num_blocks": 24}),
-        (4, {"block_size": 1, "num_blocks": 2000}),
+        pytest.param(4, {"block_size": 1, "num_blocks": 2000}, marks=pytest.mark.full),
         (12, {"block_size": 16}),
     ],
 )

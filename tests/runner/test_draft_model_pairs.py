@@ -16,7 +16,7 @@ from tools.fixtures.tiny_models import tiny_model
 # With only two tokens, even the guesses of a random model are right sometimes.
 FEW = (97, 98)
 GUESSED: Requests = [
-    (byte_ids(text), params(allowed_token_ids=FEW, max_tokens=70, **fields))
+    (byte_ids(text), params(allowed_token_ids=FEW, max_tokens=50, **fields))
     for text, fields in (
         ("once upon a time there was", {"temperature": 0}),
         ("abc", {"seed": 1}),
@@ -27,13 +27,23 @@ GUESSED: Requests = [
 HYBRID: dict[str, Any] = {"architecture": "qwen3_5", "num_state_slots": 160}
 
 
+@pytest.fixture(scope="module")
+def without() -> list[list[RequestOutput]]:
+    return run_all(tiny_engine(), EVERYTHING)
+
+
 @pytest.mark.parametrize(
-    "config", [{}, {"num_blocks": 24, "max_num_batched_tokens": 40}, {"max_num_batched_tokens": 9, "max_num_seqs": 9}]
+    "config",
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        {"num_blocks": 24, "max_num_batched_tokens": 40},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 9},
+    ],
 )
-def test_steps_ahead_give_the_same(config: dict[str, Any]) -> None:
+def test_steps_ahead_give_the_same(without: list[list[RequestOutput]], config: dict[str, Any]) -> None:
     """A step with drafts waits for the tokens of the previous step. Steps without drafts need not wait."""
     engine = drafting_engine(tiny_reference(), ahead=True, **config)
-    check_same(run_all(engine, EVERYTHING), run_all(tiny_engine(), EVERYTHING))
+    check_same(run_all(engine, EVERYTHING), without)
     assert bool(engine.stats.num_preemptions) == ("num_blocks" in config)
     assert engine.metrics.num_drafts and min(engine.metrics.num_steps.values()) > 0
     assert engine.stats.num_used_blocks == 0
@@ -58,15 +68,18 @@ def test_drafts_that_do_not_pay_are_tried_between_steps_ahead() -> None:
     assert 0 < numbers[200] < numbers[-1]
 
 
+RECURRENT = [*EVERYTHING[::2], *GUESSED]
+
+
 @pytest.fixture(scope="module")
-def without() -> list[list[RequestOutput]]:
-    return run_all(tiny_engine(**HYBRID), [*EVERYTHING, *GUESSED])
+def recurrent_without() -> list[list[RequestOutput]]:
+    return run_all(tiny_engine(**HYBRID), RECURRENT)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.full),
         {"num_blocks": 30, "max_num_batched_tokens": 40},
         {"ahead": True},
         pytest.param({"ahead": True, "num_blocks": 30, "max_num_batched_tokens": 24}, marks=pytest.mark.full),
@@ -74,10 +87,10 @@ def without() -> list[list[RequestOutput]]:
         pytest.param({"block_size": 1, "num_blocks": 2000}, marks=pytest.mark.full),
     ],
 )
-def test_recurrent_models_give_the_same(without: list[list[RequestOutput]], config: dict[str, Any]) -> None:
+def test_recurrent_models_give_the_same(recurrent_without: list[list[RequestOutput]], config: dict[str, Any]) -> None:
     """After a rejection, accepted tokens are recomputed, and further drafts follow them."""
     engine = drafting_engine(tiny_model(7, vocab_size=VOCAB_SIZE), 3, **HYBRID, **config)
-    check_same(run_all(engine, [*EVERYTHING, *GUESSED]), without)
+    check_same(run_all(engine, RECURRENT), recurrent_without)
     assert bool(engine.stats.num_preemptions) == (config.get("num_blocks", 100) < 100)
     assert engine.stats.num_used_blocks == 0
     accepted = engine.metrics.num_accepted_tokens

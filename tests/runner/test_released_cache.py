@@ -9,6 +9,7 @@ import pytest
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.sampling_params import SamplingParams
 from tests.support.mixed_requests import LONG, MODELS, MODES
+from tests.support.sweeps import diagonal
 from tests.support.tiny_engine import run_all, tiny_engine
 from tools.fixtures.stepped_engine import SteppedEngine
 
@@ -21,8 +22,7 @@ def answer(engine: SteppedEngine) -> tuple[list[int], int]:
     return [token for output in outputs for token in output.token_ids], outputs[-1].num_cached_tokens
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "model"), diagonal(MODES, MODELS))
 def test_outputs_are_the_same(model: str, mode: str) -> None:
     config: dict[str, Any] = {**MODELS[model], **MODES[mode]}
     engine = tiny_engine(**config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import cycle, product
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.step_estimate import estimate_step_bytes
 from metal_engine.runner.step_memory import measure_step_bytes
 from metal_engine.settings.config import DeviceInfo, ModelInfo
+from tests.support.sweeps import mostly_full
 from tools.fixtures.architectures import SUPPORTED, configuration
 from tools.fixtures.tiny_models import random_model
 
@@ -29,7 +31,8 @@ SIZES: dict[str, tuple[dict[str, int], int, int]] = {
     "layers": ({"intermediate_size": 1024, "moe_intermediate_size": 512}, 256, 8),
     "both": ({"vocab_size": 2000, "intermediate_size": 1024, "moe_intermediate_size": 512}, 256, 64),
 }
-# Dense models, models with experts, and recurrent models, with the most demanding models of each kind.
+# Dense models, models with experts, and recurrent models, with the most demanding models of each kind. `make test`
+# runs one size of each model.
 SOME = ("llama", "gpt_neox", "gemma3n", "hunyuan", "qwen3_moe", "qwen3_next", "mamba2", "jamba", "falcon_h1")
 
 
@@ -54,9 +57,8 @@ def sizes_of(model_type: str, size: str) -> tuple[ModelInfo, int, int]:
     return info, measured, estimate_step_bytes(info, CPU, BLOCK_SIZE, 1 << 40, num_tokens, num_rows)
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=() if name in SOME else pytest.mark.full) for name in SUPPORTED]
+    ("model_type", "size"), mostly_full(product(SUPPORTED, SIZES), zip(SOME, cycle(SIZES), strict=False))
 )
 def test_no_less_than_is_measured(model_type: str, size: str) -> None:
     info, measured, estimated = sizes_of(model_type, size)

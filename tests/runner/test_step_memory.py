@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, SchedulerConfig
+from tests.support.checkpoint_files import write_checkpoint
 from tests.support.draft_heads import random_head
 from tests.support.speculation import head_config
 from tools.fixtures.tiny_models import tiny_model
@@ -146,8 +149,9 @@ def test_a_step_that_does_not_fit_names_the_flag(monkeypatch: pytest.MonkeyPatch
     assert not paged.pool.is_allocated
 
 
-def test_an_engine_knows_what_it_takes() -> None:
-    engine = build_engine(EngineArgs(model="demo", kv_cache_memory_bytes=1 << 26, max_num_batched_tokens=64))
+def test_an_engine_knows_what_it_takes(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "m")
+    engine = build_engine(EngineArgs(model=str(model), kv_cache_memory_bytes=1 << 26, max_num_batched_tokens=2048))
     config = engine.core.config
     assert config.step_bytes > 1 << 20
     assert config.peak_bytes == config.model.weight_bytes + config.kv_bytes + config.step_bytes

@@ -274,7 +274,6 @@ def test_an_aligned_chunk_within_an_equal_part_below_a_block() -> None:
 class ImageMachine(SchedulerMachine):
     """Many prompts have images, which other prompts share, over few features and few KV blocks."""
 
-    depths = st.integers(1, 3)
     sees_itself: SeesItself = ""
 
     @initialize(
@@ -385,7 +384,7 @@ class SelfSeeingMachine(ImageMachine):
     sees_itself = "every layer"
 
 
-_SETTINGS = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+_SETTINGS = settings(max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("machine", [ImageMachine, SelfSeeingMachine])

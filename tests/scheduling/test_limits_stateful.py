@@ -114,8 +114,8 @@ MARKS_OF_SWEEPS = (pytest.mark.full, pytest.mark.timeout(7200))
 @pytest.mark.parametrize(
     ("machine", "num_examples", "num_steps"),
     [
-        (KnobsMachine, 50, 30),
-        (LargeKnobsMachine, 20, 12),
+        (KnobsMachine, 16, 30),
+        (LargeKnobsMachine, 8, 12),
         pytest.param(KnobsMachine, 500, 60, marks=MARKS_OF_SWEEPS),
         pytest.param(LargeKnobsMachine, 100, 20, marks=MARKS_OF_SWEEPS),
     ],

@@ -45,12 +45,12 @@ def run(splitter: Splitter, parts: Iterable[str], truncated: bool = False) -> tu
     return texts["content"], texts["reasoning"], calls, ids
 
 
-def cuts(text: str) -> Iterator[list[str]]:
-    """Yield the text whole, in single characters, in groups of three, and in two pieces for every cut."""
+def cuts(text: str, every: int = 1) -> Iterator[list[str]]:
+    """Yield the text whole, in single characters, in groups of three, and in two pieces for each ``every``-th cut."""
     yield [text]
     yield list(text)
     yield [text[i : i + 3] for i in range(0, len(text), 3)]
-    for i in range(1, len(text)):
+    for i in range(1, len(text), every):
         yield [text[:i], text[i:]]
 
 

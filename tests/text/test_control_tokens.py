@@ -74,7 +74,7 @@ def tokenizer_of(kind: str, template: str = "qwen", normalized: bool = False) ->
 
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(user=TEXTS, system=TEXTS)
 def test_each_kind_of_tokenizer(kind: str, normalized: bool, user: str, system: str) -> None:
     tokenizer = tokenizer_of(kind, CHATML, normalized)
@@ -94,7 +94,7 @@ def test_each_kind_of_tokenizer(kind: str, normalized: bool, user: str, system: 
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(user=TEXTS, result=TEXTS, name=TEXTS, argument=TEXTS)
 def test_each_place_of_a_conversation(template: str, user: str, result: str, name: str, argument: str) -> None:
     tokenizer = tokenizer_of("byte_level", template)

@@ -50,7 +50,7 @@ def test_pieces_make_the_whole(demo_tokenizer: Tokenizer) -> None:
     backend = demo_tokenizer.hf_tokenizer.backend_tokenizer
 
     @given(TEXTS)
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     def check(text: str) -> None:
         whole = backend.encode(text, add_special_tokens=True).ids
         assert encode(backend, text, add_special_tokens=True, max_tokens=None) == whole

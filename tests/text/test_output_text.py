@@ -300,7 +300,7 @@ token_ids = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     ids=token_ids,
     sizes=st.lists(st.integers(1, 4), max_size=30),

@@ -79,10 +79,10 @@ def test_a_chat_that_strips_reasoning_hits_up_to_the_last_message() -> None:
         num_blocks=512,
         max_model_len=2048,
     )
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     messages: list[dict[str, str]] = []
     lasting = 0  # tokens before the generation prompt of the previous prompt
-    for turn in range(10):
+    for turn in range(5):
         messages.append({"role": "user", "content": f"question {turn}, of some words"})
         prompt = engine.tokenizer.apply_chat_template(messages)
         (outputs,) = run_all(engine, [(prompt, params)])

@@ -9,6 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from metal_engine.models.paged_model import PagedModel
 
 DOC = Path(__file__).parents[2] / "docs" / "models-table.md"
 
@@ -112,10 +116,7 @@ def models_doc() -> str:
     from metal_engine.checkpoints.gguf.tokenizer import PRE_TOKENIZERS
     from tools.fixtures.architectures import ALONE, METAL_ONLY, SUPPORTED, UNSUPPORTED
 
-    rows = [
-        f"| `{name}` | {_attention(name)} | {_layers(name)} | {_heads(name)} | {_served_by(name)} |"
-        for name in sorted(SUPPORTED, key=str.lower)
-    ]
+    rows = [supported_row(name) for name in sorted(SUPPORTED, key=str.lower)]
     refused = [f"| `{name}` | {_REFUSED[name]} | {_refusal(name)} |" for name in sorted(UNSUPPORTED)]
     supported = _SUPPORTED.format(count=len(SUPPORTED))
     tail = _TAIL.format(gguf=_gguf_table(), splits=", ".join(f"`{name}`" for name in PRE_TOKENIZERS))
@@ -136,15 +137,22 @@ def _gguf_table() -> str:
     return "".join(rows)
 
 
-def _attention(model_type: str) -> str:
-    from metal_engine.kv_cache.spec import KVSpec, LatentSpec, RecurrentSpec
-    from metal_engine.models.layer_cache import ChunkedLayerCache
+def supported_row(model_type: str) -> str:
+    """Return an architecture's row in the table of verified architectures."""
     from metal_engine.models.paged_model import PagedModel
     from tools.fixtures.architectures import configuration
     from tools.fixtures.tiny_models import random_model
 
-    model = random_model(configuration(model_type))
-    paged = PagedModel(model)
+    paged = PagedModel(random_model(configuration(model_type)))
+    columns = _attention(paged), _layers(paged), _heads(model_type), _served_by(model_type)
+    return f"| `{model_type}` | {' | '.join(columns)} |"
+
+
+def _attention(paged: PagedModel) -> str:
+    from metal_engine.kv_cache.spec import KVSpec, LatentSpec, RecurrentSpec
+    from metal_engine.models.layer_cache import ChunkedLayerCache
+
+    model = paged.model
     names = {name.rsplit(".", 1)[-1] for name, _ in _parameters(model)}
     found = []
     recurrent = [state.spec for state in paged.pool.states if isinstance(state.spec, RecurrentSpec)]
@@ -172,15 +180,11 @@ def _attention(model_type: str) -> str:
     return ", ".join(found) or "full"
 
 
-def _layers(model_type: str) -> str:
+def _layers(paged: PagedModel) -> str:
     from mlx_lm.models import switch_layers
 
-    from tools.fixtures.architectures import configuration
-    from tools.fixtures.tiny_models import random_model
-
-    model = random_model(configuration(model_type))
     experts = (switch_layers.SwitchLinear, switch_layers.QuantizedSwitchLinear)
-    return "mixture of experts" if any(isinstance(m, experts) for m in model.modules()) else "dense"
+    return "mixture of experts" if any(isinstance(m, experts) for m in paged.model.modules()) else "dense"
 
 
 def _heads(model_type: str) -> str:

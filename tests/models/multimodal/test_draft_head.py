@@ -50,6 +50,7 @@ class Model:
         self.lm_head = np.array(self.text.lm_head.weight).astype(np.float64)
         assert self.tiny.encoder.axes is not None
         self.axes: Axes = self.tiny.encoder.axes
+        self._gaps: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     def engine(self, **options: Any) -> SteppedEngine:
         engine = make_engine(self.tiny, draft=self.head, speculative=head_config(3), **options)
@@ -87,8 +88,14 @@ class Model:
 
     def gap(self, known: list[int], drafts: list[int]) -> float:
         """Return the largest gap between the best logit and a draft's logit, relative to the largest logit."""
-        rows = self.logits(known, drafts)
-        return float(max((row.max() - row[i]) / np.abs(row).max() for row, i in zip(rows, drafts, strict=True)))
+        key = tuple(known), tuple(drafts)
+        if key not in self._gaps:  # most tests have the same outputs and drafts
+            gaps = [
+                (row.max() - row[i]) / np.abs(row).max()
+                for row, i in zip(self.logits(known, drafts), drafts, strict=True)
+            ]
+            self._gaps[key] = float(max(gaps))
+        return self._gaps[key]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +162,7 @@ def test_mistakes_change_drafts_but_no_output(model: Model, mutant: str, monkeyp
     else:
         monkeypatch.setattr(head_drafter, "replace", lambda rows, **changes: rows)
     found = drafts_of(model, monkeypatch)
-    assert max(model.gap(known, drafts) for known, drafts in found) > 1e-3
+    assert max(model.gap(known, drafts) for known, drafts in found[::3]) > 1e-3  # the reference is slow
 
 
 def test_a_chunk_that_ends_before_an_image(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

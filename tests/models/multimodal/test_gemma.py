@@ -24,6 +24,7 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.image_rows import ImageTable
 from tests.models.multimodal.test_generation import NUM_TOKENS, TOLERANCE
 from tests.support.speculation import speculative_config
+from tests.support.sweeps import diagonal
 from tests.support.vision import (
     CONFIGS,
     Golden,
@@ -65,8 +66,7 @@ def cases_of(name: str) -> tuple[list[VisionPrompt], list[Golden]]:
     return prompts, [golden(tiny, prompt, NUM_TOKENS) for prompt in prompts]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "options"), diagonal(NAMES, OPTIONS))
 def test_outputs_follow_the_published_definition(name: str, options: dict[str, object]) -> None:
     prompts, expected = cases_of(name)
     engine = make_engine(tiny_vision(name), **options)

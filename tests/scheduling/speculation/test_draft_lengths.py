@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
 from tests.support.fake_kv_runner import FakeStep, SchedulerHarness, make_prompt
 from tests.support.speculation import Drafter, speculate, speculative_config
+from tests.support.sweeps import mostly_full
 
 
 class Clock:
@@ -253,6 +255,7 @@ class TimedStep:
         return self._step.result()
 
 
+@cache
 def run(
     num_requests: int,
     right_from: int | None,
@@ -325,9 +328,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_requests", [1, 16])
-@pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
+@pytest.mark.parametrize(
+    ("seconds", "num_requests", "kind"),
+    mostly_full(
+        itertools.product([memory_bound, compute_bound], [1, 16], KINDS),
+        [
+            *((memory_bound, 1, "plain"), (memory_bound, 16, "recurrent"), (memory_bound, 16, "ahead")),
+            *((compute_bound, 16, "plain"), (compute_bound, 1, "ahead"), (compute_bound, 16, "recurrent, ahead")),
+        ],
+    ),
+)
 def test_wrong_drafts_cost_little(num_requests: int, seconds: Callable[[int], float], kind: str) -> None:
     without, _ = run(num_requests, None, seconds, **KINDS[kind])
     with_drafts, _ = run(num_requests, NEVER, seconds, **KINDS[kind])
@@ -344,16 +354,22 @@ def test_drafts_that_help_few_hold_up_nobody_for_long() -> None:
     assert with_drafts <= 1.02 * without
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Number of requests, index of the first right draft, and the largest ratio of the durations: plain, and other kinds.
+GAINS = [
+    (1, 0, 0.27, 0.33),
+    (8, 0, 0.5, 0.55),
+    # The outputs become predictable only in their second half.
+    (1, 200, 0.66, 0.7),
+    (8, 200, 0.8, 0.8),
+]
+
+
 @pytest.mark.parametrize(
-    ("num_requests", "right_from", "most_plain", "most"),
-    [
-        (1, 0, 0.27, 0.33),
-        (8, 0, 0.5, 0.55),
-        # The outputs become predictable only in their second half.
-        (1, 200, 0.66, 0.7),
-        (8, 200, 0.8, 0.8),
-    ],
+    ("kind", "num_requests", "right_from", "most_plain", "most"),
+    mostly_full(
+        [(kind, *gain) for kind in KINDS for gain in GAINS],
+        [(kind, *gain) for kind, gain in [*zip(KINDS, GAINS, strict=True), ("plain", GAINS[1])]],
+    ),
 )
 def test_right_drafts_pay_where_rows_are_cheap(
     num_requests: int, right_from: int, most_plain: float, most: float, kind: str
@@ -371,8 +387,13 @@ def test_full_steps_have_no_drafts() -> None:
     assert num_rows_with <= 1.05 * num_rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_requests", "most"), [(8, 0.55), (16, 0.75)])
+@pytest.mark.parametrize(
+    ("kind", "num_requests", "most"),
+    mostly_full(
+        [(kind, *case) for kind in KINDS for case in ((8, 0.55), (16, 0.75))],
+        [("plain", 16, 0.75), *((kind, 8, 0.55) for kind in KINDS if kind != "plain")],
+    ),
+)
 def test_sizes_that_nothing_is_known_of_are_tried(num_requests: int, most: float, kind: str) -> None:
     """A single request runs first, and then many requests arrive."""
     kinds = {**KINDS[kind], "is_alone_first": True}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from metal_engine.step import UNKNOWN_DRAFT, Drafting, NewRequestData, Scheduler
 from tests.scheduling.speculation.test_draft_lengths import Clock, TimedStep, compute_bound, memory_bound
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 from tests.support.speculation import KnownTimes, draft_model_config, head_config, speculate
+from tests.support.sweeps import mostly_full
 
 NEVER = 1 << 30
 
@@ -93,6 +96,7 @@ class TimedHead(TimedDraftModel):
         """Do nothing: a head has nothing to catch up with."""
 
 
+@cache
 def run(
     num_requests: int,
     right_from: int | None,
@@ -161,9 +165,13 @@ def run(
     return busy_seconds, draft_model
 
 
-@pytest.mark.parametrize("forward_seconds", [0.1, 0.3, 1.0])
-@pytest.mark.parametrize("num_requests", [1, 16])
-@pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
+@pytest.mark.parametrize(
+    ("seconds", "num_requests", "forward_seconds"),
+    mostly_full(
+        product([memory_bound, compute_bound], [1, 16], [0.1, 0.3, 1.0]),
+        [(memory_bound, 16, 0.1), (memory_bound, 1, 1.0), (compute_bound, 16, 0.3), (compute_bound, 1, 0.1)],
+    ),
+)
 def test_a_draft_model_that_is_wrong_costs_little(
     num_requests: int, seconds: Callable[[int], float], forward_seconds: float
 ) -> None:
@@ -173,7 +181,7 @@ def test_a_draft_model_that_is_wrong_costs_little(
     assert draft_model is not None and draft_model.num_forwards
 
 
-@pytest.mark.parametrize("num_requests", [1, 2, 16])
+@pytest.mark.parametrize("num_requests", [1, 2, pytest.param(16, marks=pytest.mark.full)])
 def test_it_costs_little_beside_steps_ahead(num_requests: int) -> None:
     """The budget for probes is a fraction of the time of steps. Idle time does not count."""
     more: dict[str, Any] = {"num_turns": 2, "length": 550, "is_ahead": True, "up_seconds": 86_400.0}
@@ -183,7 +191,7 @@ def test_it_costs_little_beside_steps_ahead(num_requests: int) -> None:
     assert draft_model is not None and draft_model.num_forwards > 10
 
 
-@pytest.mark.parametrize("forward_seconds", [0.1, 0.3])
+@pytest.mark.parametrize("forward_seconds", [pytest.param(0.1, marks=pytest.mark.full), 0.3])
 def test_it_costs_little_in_many_short_requests(forward_seconds: float) -> None:
     without, _ = run(2, None, memory_bound, num_turns=30, length=40)
     with_drafts, _ = run(2, NEVER, memory_bound, forward_seconds, num_turns=30, length=40)
@@ -213,9 +221,13 @@ def test_a_draft_model_as_large_as_the_model_is_not_asked_for_long() -> None:
     assert draft_model is not None and draft_model.num_forwards < 25
 
 
-@pytest.mark.parametrize("forward_seconds", [0.05, 0.2])
-@pytest.mark.parametrize("num_requests", [1, 16])
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize(
+    ("is_ahead", "num_requests", "forward_seconds"),
+    mostly_full(
+        product([False, True], [1, 16], [0.05, 0.2]),
+        [(False, 16, 0.05), (False, 1, 0.2), (True, 16, 0.2), (True, 1, 0.05)],
+    ),
+)
 def test_a_head_that_is_wrong_costs_little(num_requests: int, forward_seconds: float, is_ahead: bool) -> None:
     more: dict[str, Any] = {"length": 500, "is_ahead": is_ahead}
     without, _ = run(num_requests, None, memory_bound, **more)
