@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.opening import open_model
 from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
 
@@ -134,11 +134,16 @@ def load_drafts(
 
 @contextmanager
 def _naming_the_head() -> Iterator[None]:
-    """Say in errors that they are about the draft head."""
+    """Say in errors that they are about the draft head. Exceptions of libraries that read files become such errors."""
     try:
         yield
+    except ConfigError:
+        raise
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft head (--speculative-config): {error}") from error
+    except Exception as error:
+        problem = f"its files are not a valid draft head ({type(error).__name__}: {one_line(error)})"
+        raise ModelLoadError(f"the draft head (--speculative-config): {problem}") from error
 
 
 def _load_draft_model(

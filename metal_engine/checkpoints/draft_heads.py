@@ -30,6 +30,7 @@ from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line,
 
 _NORMS = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")
 _EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(.+)")
+_STACK = re.compile(r"(.*\.)switch_mlp\.(.+)")
 # Weights of recurrent layers tell published checkpoints from converted ones: mlx-lm moves their last axis.
 _CONVOLUTION = "conv1d.weight"
 # Rows of a repeated weight that are compared with the model's, and their largest relative difference. Quantization to
@@ -219,6 +220,8 @@ def _converted(
     """
     unshifted, is_shifted = _sanitized(block, model, index)
     published, may_be_shifted = _sanitized(block, model, index, as_published=True)
+    if is_shifted and norms == "unshifted":  # `sanitize` decides by the names of the experts
+        return unshifted | _norms(block), False
     if is_shifted or not may_be_shifted:  # `sanitize` decides by the block's own names, or never shifts
         return unshifted, is_shifted
     if norms is None:
@@ -226,7 +229,11 @@ def _converted(
             'its norms may multiply by the weight or by 1 + weight, and its files do not say which: set "norms" to '
             '"shifted" (1 + weight, as published) or "unshifted" (as converted) in the config.json beside them'
         )
-    return (published, True) if norms == "shifted" else (unshifted, False)
+    return (unshifted | _norms(published), True) if norms == "shifted" else (unshifted, False)
+
+
+def _norms(block: dict[str, mx.array]) -> dict[str, mx.array]:
+    return {name: array for name, array in block.items() if name.endswith("norm.weight")}
 
 
 def _sanitized(
@@ -235,7 +242,7 @@ def _sanitized(
     """Return a block's weights as the model's ``sanitize`` converts those of a layer, and whether it shifts norms."""
     layer = model.layers[index]
     prefix = next(name for name, module in model.named_modules() if module is layer) + "."
-    named = {prefix + name: array for name, array in block.items()}
+    named = {prefix + name: array for name, array in (_with_single_experts(block) if as_published else block).items()}
     if as_published:
         named[prefix + _CONVOLUTION] = mx.zeros((1, 1, 4))
     before = named.get(f"{prefix}input_layernorm.weight")
@@ -249,6 +256,17 @@ def _sanitized(
     own = {name.removeprefix(prefix): array for name, array in named.items() if name.startswith(prefix)}
     own.pop(_CONVOLUTION, None)
     return _with_stacked_experts(own), is_shifted
+
+
+def _with_single_experts(block: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Split stacked experts, as they are published. Qwen3-Next's ``sanitize`` shifts norms only beside such names."""
+    found = {}
+    for name, array in block.items():
+        if match := _STACK.fullmatch(name):
+            found |= {f"{match[1]}experts.{i}.{match[2]}": one for i, one in enumerate(array)}
+        else:
+            found[name] = array
+    return found
 
 
 def _with_stacked_experts(block: dict[str, mx.array]) -> dict[str, mx.array]:

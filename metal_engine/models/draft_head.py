@@ -43,6 +43,8 @@ from metal_engine.models.paged_model import PagedModel
 
 # Names of the norms' epsilon in mlx-lm's arguments.
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon")
+# Quantizations in MLX's affine mode. MLX ends the process on a group size of zero.
+_BITS, _GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
 class DraftHead(nn.Module):
@@ -151,6 +153,7 @@ def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequan
         head.load_weights(list(weights.arrays.items()))
     except ValueError as error:
         raise ModelLoadError(f"its weights do not fit the model: {one_line(error)}") from error
+    _check_types(head)
     if dequantize:
         dequantize_model(head)
     may_cast = getattr(model, "cast_predicate", lambda name: True)  # mlx-lm keeps some weights of routers in float32
@@ -159,6 +162,16 @@ def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequan
     head.eval()
     read_weights(head)
     return head
+
+
+def _check_types(head: DraftHead) -> None:
+    """Raise ModelLoadError if weights are integers without MLX's scales, such as FP8 numbers without their scales."""
+    for path, module in head.named_modules():
+        for name, array in module.items():
+            is_quantized = name == "weight" and "scales" in module and array.dtype == mx.uint32
+            if isinstance(array, mx.array) and not is_quantized and not mx.issubdtype(array.dtype, mx.floating):
+                kind = str(array.dtype).removeprefix("mlx.core.")
+                raise ModelLoadError(f"its {path}.{name} has the type {kind}, which is not a floating-point type")
 
 
 def _floats(head: DraftHead) -> list[tuple[str, mx.array]]:
@@ -176,7 +189,11 @@ def _quantization(path: str, module: nn.Module, arrays: dict[str, mx.array]) -> 
             "the draft head is not quantized in MLX's affine mode: use an affine or an unquantized version"
         )
     num_inputs = module.weight.shape[-1]
-    return {"group_size": num_inputs // scales.shape[-1], "bits": 32 * weight.shape[-1] // num_inputs}
+    packed, num_groups = (array.shape[-1] if array.ndim else 1 for array in (weight, scales))
+    bits, group_size = 32 * packed // num_inputs, num_inputs // num_groups
+    if bits not in _BITS or group_size not in _GROUP_SIZES or group_size * num_groups != num_inputs:
+        raise ModelLoadError(f"its weights do not fit the model: {path} is not quantized for {num_inputs} inputs")
+    return {"group_size": group_size, "bits": bits}
 
 
 def _one_or_group(caches: Sequence[Any]) -> Any:

@@ -95,6 +95,19 @@ def test_norms_of_which_nothing_is_known_are_refused(dense: nn.Module, dense_hea
         read_head(write(tmp_path, dense_head, {"norms": 1}), dense)
 
 
+def test_the_config_decides_about_the_norms_beside_any_experts(tmp_path: Path) -> None:
+    """mlx-lm shifts Qwen3-Next's norms if experts are not stacked. Tools may stack them and leave norms as they are."""
+    model = tiny_reference(architecture="qwen3_next")
+    head = flat(random_head(model))
+    for i, experts in enumerate((with_single_experts, dict)):
+        place = tmp_path / str(i)
+        check(write(place, experts(shifted(head)), {"norms": "shifted"}), model, head)
+        check(write(place, experts(head), {"norms": "unshifted"}), model, head)
+    (place / "config.json").unlink()
+    with pytest.raises(ModelLoadError, match=r'set "norms" to "shifted"'):
+        read_head(place, model)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5_moe"])
 def test_single_experts_are_stacked(architecture: str, tmp_path: Path) -> None:
     model = tiny_reference(architecture=architecture)
@@ -154,6 +167,19 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"its weights do not fit the model: .*extra"):
         extra = with_prefix(head) | {"mtp.extra.weight": mx.zeros((4,))}
         load_head(model, read_head(write(tmp_path / "more", extra), model), mx.float32, dequantize=True)
+    for changes, message in (
+        # Scales for inputs of another number, also for more than the weight has
+        ({"fc.weight": mx.zeros((64, 8), mx.uint32), "fc.scales": mx.ones((64, 6))}, "fc is not quantized for 128 in"),
+        (
+            {"fc.weight": mx.zeros((64, 8), mx.uint32), "fc.scales": mx.ones((64, 999))},
+            "fc is not quantized for 128 in",
+        ),
+        ({"fc.weight": mx.zeros((64, 128), mx.uint8)}, "fc.weight has the type uint8"),  # FP8 without scales
+    ):
+        biases = {"fc.biases": changes["fc.scales"]} if "fc.scales" in changes else {}
+        weights = read_head(write(tmp_path / "other", with_prefix(head | changes | biases)), model)
+        with pytest.raises(ModelLoadError, match=message):
+            load_head(model, weights, mx.float32, dequantize=True)
     del head["layers.0.self_attn.q_proj.weight"]
     weights = read_head(write(tmp_path / "part", with_prefix(head)), model)
     with pytest.raises(ModelLoadError, match=r"its weights do not fit the model: .*q_proj"):
