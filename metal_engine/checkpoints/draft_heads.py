@@ -260,7 +260,7 @@ def _sanitized(
 
 def _with_single_experts(block: dict[str, mx.array]) -> dict[str, mx.array]:
     """Split stacked experts, as they are published. Qwen3-Next's ``sanitize`` shifts norms only beside such names."""
-    found = {}
+    found: dict[str, mx.array] = {}
     for name, array in block.items():
         if match := _STACK.fullmatch(name):
             found |= {f"{match[1]}experts.{i}.{match[2]}": one for i, one in enumerate(array)}
