@@ -30,6 +30,7 @@ _MAX_ENTRIES = 1 << 16
 # Limit of the elements of all arrays. A vocabulary of 262k tokens has 1.3 million with its merges, scores and types.
 _MAX_ELEMENTS = 1 << 22
 _MAX_DIMS = 4  # ggml's limit
+_LENGTH = struct.Struct("<Q")
 # Scalar value type -> struct code.
 _SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -166,15 +167,21 @@ class _Cursor:
         self.offset += struct.calcsize("<" + code)
         return value
 
+    def strings(self, number: int) -> list[str]:
+        data, offset, limit = self.data, self.offset, min(len(self.data), MAX_HEADER_BYTES)
+        values = []
+        for _ in range(number):
+            (length,) = _LENGTH.unpack_from(data, offset)
+            begin, offset = offset + 8, offset + 8 + length
+            if offset > limit:
+                raise _Damaged
+            # Tokens of a byte-level vocabulary may contain incomplete characters.
+            values.append(str(data[begin:offset], "utf-8", "replace"))
+        self.offset = offset
+        return values
+
     def string(self) -> str:
-        length = self.scalar("Q")
-        end = self.offset + length
-        if end > len(self.data) or end > MAX_HEADER_BYTES:
-            raise _Damaged
-        # Tokens of a byte-level vocabulary may contain incomplete characters.
-        value = str(self.data[self.offset : end], encoding="utf-8", errors="replace")
-        self.offset = end
-        return value
+        return self.strings(1)[0]
 
     def value(self, value_type: int) -> Any:
         if value_type == GGUFValueType.STRING:
@@ -192,6 +199,8 @@ class _Cursor:
         if length > self.elements_left or element_type == GGUFValueType.ARRAY:
             raise _Damaged
         self.elements_left -= length
+        if element_type == GGUFValueType.STRING:
+            return self.strings(length)
         code = _SCALARS.get(element_type)
         if code is None:
             return [self.value(element_type) for _ in range(length)]
