@@ -166,7 +166,7 @@ def test_masks_after_drafts_take_nothing_of_what_outputs_may_take(
 ) -> None:
     """Masks after drafts soon exhaust their own limit. The output continues without them."""
     monkeypatch.setattr(process, "MEAN_MASK_CPU_SECONDS", 1e-9)
-    monkeypatch.setattr(process, "DRAFTS_BURST_CPU_SECONDS", 1e-3)
+    monkeypatch.setattr(process, "DRAFTS_BURST_CPU_SECONDS", 1e-2)
     drafts = byte_ids("a" * 60)
     steps = [pack_step(0, byte_ids("a"), drafts) for _ in range(100)]
     answers, status, _ = run_forked(tokenizer, {"regex": "a{2000}"}, *steps)
