@@ -40,7 +40,7 @@ def test_the_table_has_medians_and_ratios() -> None:
 
 
 def test_a_server_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_against, "LOADS", {"decode": (2, 5, 8), "prompts": (2, 20, 2)})
+    monkeypatch.setattr(server_against, "LOADS", {"decode": (4, 5, 64), "prompts": (8, 40, 8)})
     model = write_checkpoint(tmp_path / "model")
     write_tokenizer(model)
     with running(OURS, model, same_blas=True, extra=["--max-num-batched-tokens", "256"]) as server:
