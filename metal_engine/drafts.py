@@ -142,6 +142,7 @@ def _naming_the_head() -> Iterator[None]:
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft head (--speculative-config): {error}") from error
     except Exception as error:
+        logger.debug("the draft head cannot be used", exc_info=True)
         problem = f"its files are not a valid draft head ({type(error).__name__}: {one_line(error)})"
         raise ModelLoadError(f"the draft head (--speculative-config): {problem}") from error
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-# Without -P, the option -m imports from the current folder, which can have files of other users. If this process also
-# imports from the folder, it is in PYTHONPATH.
+# Without -P, the options -m and -c import from the current folder, which can have files of other users. With
+# python_environment(), modules are imported from the current folder only if this process does so.
 PYTHON = (sys.executable, "-P")
 
 

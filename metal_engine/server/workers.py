@@ -23,22 +23,23 @@ T = TypeVar("T")
 
 # Minimum size of a text for heavy work. A tokenizer takes 0.1 s for this size.
 HEAVY_BYTES = 1 << 18
-# Maximum number of requests whose images are loaded or wait for it. Each holds its body and its files.
-_MAX_LOADING = 256
+# Maximum number of requests whose images are loaded or wait for it. Each holds its body and its files. Each has a
+# thread, because only requests in threads take turns at decoding.
+_MAX_LOADING = 64
 
 
 class Weight(enum.Enum):
     """Kind of work. Each kind has its own threads, so that quick work never queues behind slow work.
 
-    The second part of a value is the number of threads. Threads that run Python code alternate with the event loop
-    every 5 ms, so only few are for heavy work. Compiling waits for other processes. It has many threads, so that a
-    request for a known grammar does not queue behind slow compilations. Images wait for other processes and servers.
+    The second part of a value is the number of threads. Threads that run Python code alternate with the event loop, so
+    only few are for heavy work. Compiling waits for other processes. It has many threads, so that a request for a known
+    grammar does not queue behind slow compilations. Images wait for other processes and servers.
     """
 
     LIGHT = ("light", 4)
     HEAVY = ("heavy", 2)
     COMPILING = ("compiling", 64)
-    IMAGES = ("images", 64)
+    IMAGES = ("images", _MAX_LOADING)
 
     @classmethod
     def of(cls, num_bytes: int) -> Weight:

@@ -17,7 +17,6 @@ from PIL import Image
 from metal_engine.images import PromptImages
 from metal_engine.media.processing import ImageProcessing
 from metal_engine.request import PreparedRequest
-from metal_engine.server import workers
 from metal_engine.server.workers import Weight
 from metal_engine.settings.args import ServerArgs
 from tests.support.image_files import data_url, encoded, hostile_files, picture
@@ -429,7 +428,6 @@ def test_the_event_loop_answers_while_images_are_read_and_decoded(
 def test_images_delay_only_images(seeing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """While images occupy all of their threads, other requests are served, and further images get a 503."""
     num_threads = Weight.IMAGES.value[1]
-    monkeypatch.setattr(workers, "_MAX_LOADING", num_threads)
     started, answered = threading.Semaphore(0), threading.Event()
     decode = ImageProcessing.decode
 

@@ -54,7 +54,8 @@ def loaded_libraries() -> list[str]:
     """Return the paths of the loaded libraries, in load order (Linux).
 
     ``dl_iterate_phdr`` could deadlock: it locks the linker, and its callback waits for the GIL. Another thread that
-    imports an extension module holds the GIL and waits for the linker.
+    imports an extension module holds the GIL and waits for the linker. This list is read without the linker's lock, so
+    no library may be unloaded meanwhile.
     """
     program = ctypes.CDLL(None)
     program.dlinfo.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)

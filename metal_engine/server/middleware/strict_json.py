@@ -28,7 +28,7 @@ def loads(body: bytes) -> Any:
     Raises:
         json.JSONDecodeError: the text is not valid JSON.
         APIError: status 400, for NaN and Infinity, text that is not valid Unicode, numbers of thousands of digits,
-            nesting too deep for the parser, or more arrays and objects than any request needs.
+            nesting too deep for the parser, or more content than any request needs.
     """
     try:
         return large_bodies.loads(body, parse_constant=_refuse_constant)

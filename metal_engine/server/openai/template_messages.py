@@ -148,7 +148,7 @@ def _written(index: int, calls: list[dict[str, Any]]) -> Iterator[tuple[str, str
 
 
 def _template_message(index: int, message: ChatMessage, arguments: ContentLimits | None) -> dict[str, Any]:
-    """Convert one message. With a decoder, the arguments of calls become objects.
+    """Convert one message. With limits, the arguments of calls become objects.
 
     Raises:
         APIError: status 400, for unsupported content.
@@ -195,13 +195,13 @@ def _content(index: int, content: str | list[ContentPart]) -> Content:
     return parts[0]["text"] if parts else ""
 
 
-def _tool_call(call: dict[str, Any], decoder: ContentLimits) -> dict[str, Any]:
+def _tool_call(call: dict[str, Any], limits: ContentLimits) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, which templates expect. Clients send a string."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = decoder.loads(function["arguments"])
+        arguments = limits.loads(function["arguments"])
     except TooComplexError as error:
         raise invalid(f": a call's arguments {error}", where="messages") from error
     except (ValueError, RecursionError):
