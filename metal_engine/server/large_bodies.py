@@ -40,11 +40,11 @@ _WIDTHS = ((4, bytes(range(0xF0)), re.compile(rb"\\u[dD][89abAB]")), (2, bytes(r
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{:,'))
 
 
-# The lock of calls that hold the GIL for long: one such call at a time, and a pause after it.
+# Calls that hold the GIL for long run one at a time, under this lock, with a pause after each.
 _turn = threading.Lock()
 _LONG_BYTES = 1 << 18
 _PAUSE_SECONDS = 0.005
-_MARKS_AT_ONCE = 1 << 18  # splitting more at once would take memory for each part
+_MARKS_AT_ONCE = 1 << 18  # bytes split in one call, to bound the memory of the parts
 
 
 def in_turn(num_bytes: int, call: Callable[..., T], *args: Any) -> T:

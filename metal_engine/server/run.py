@@ -46,8 +46,8 @@ _POLL_SECONDS = 0.1
 _FORCED_EXIT_SECONDS = 2.0
 # Seconds that uvicorn waits for connections to close after their requests have ended.
 _CONNECTION_SECONDS = 2
-# Time after which a thread that runs Python code gives the GIL to another. Python's default is 5 ms. The event loop
-# requests the GIL again after each write to a socket, so that a step of 16 streams would wait for 80 ms.
+# Python's switch interval: a thread that wants the GIL gets it after this time. Python's default is 5 ms. The event
+# loop requests the GIL again after each write to a socket, so that a step of 16 streams would wait for 80 ms.
 _SWITCH_SECONDS = 0.0005
 _ENGINE_STOP_SECONDS = 10.0
 

@@ -14,7 +14,7 @@ from metal_engine.attention.metal.cuts import Cut
 from metal_engine.attention.metal.variants import BLOCK_SIZES
 from metal_engine.doctor.sections.common import tolerance
 from tests.support.simulated import TOLERANCE, attend, backend, check, every_row_by_itself
-from tests.support.sweeps import diagonal, mostly_full
+from tests.support.sweeps import diagonal, sweep
 from tools.fixtures.packed_step import make_step
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -137,7 +137,7 @@ def test_shapes_with_long_contexts(dtype, head_dim, block_size, group):
 
 @pytest.mark.parametrize(
     "window, softcap, sinks",
-    mostly_full(
+    sweep(
         itertools.product([None, 1, 5, 128, 10_000], [None, 20.0], [False, True]),
         [
             *itertools.product([None, 128], [None, 20.0], [False, True]),

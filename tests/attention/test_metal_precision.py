@@ -12,7 +12,7 @@ import pytest
 
 from metal_engine.attention.metal.backend import MetalBackend
 from tests.support.simulated import attend, backend, every_row_by_itself, relative_error
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 from tools.fixtures.packed_step import make_step
 from tools.metal_sim import FlushingKernel
 
@@ -40,7 +40,7 @@ DECODE, CHUNK = [(1, 1500)], [(40, 1400)]
 
 @pytest.mark.parametrize(
     "heads, target, segments",
-    mostly_full(
+    sweep(
         product(HEADS, [NO_SPLIT, SPLITS], [DECODE, CHUNK]),
         [
             *product(HEADS, [NO_SPLIT, SPLITS], [DECODE]),
@@ -69,7 +69,7 @@ def flushing_backend(target_threadgroups: int) -> MetalBackend:
 
 @pytest.mark.parametrize(
     "heads, length, flushes, distance",
-    mostly_full(
+    sweep(
         [(*one, *rest) for one in HEADS_AND_LENGTHS for rest in product([False, True], [17.0, 11.0])],
         [
             *((*one, *rest) for one in HEADS_AND_LENGTHS[::2] for rest in product([False, True], [17.0, 11.0])),

@@ -96,7 +96,7 @@ def test_norms_of_which_nothing_is_known_are_refused(dense: nn.Module, dense_hea
 
 
 def test_the_config_decides_about_the_norms_beside_any_experts(tmp_path: Path) -> None:
-    """mlx-lm shifts Qwen3-Next's norms if experts are not stacked. Tools may stack them and leave norms as they are."""
+    """mlx-lm shifts Qwen3-Next's norms if experts are not stacked. Some tools stack experts and do not shift norms."""
     model = tiny_reference(architecture="qwen3_next")
     head = flat(random_head(model))
     for i, experts in enumerate((with_single_experts, dict)):
@@ -168,7 +168,7 @@ def test_refusals(tmp_path: Path) -> None:
         extra = with_prefix(head) | {"mtp.extra.weight": mx.zeros((4,))}
         load_head(model, read_head(write(tmp_path / "more", extra), model), mx.float32, dequantize=True)
     for changes, message in (
-        # Scales for inputs of another number, also for more than the weight has
+        # Scales of a weight with another number of inputs
         ({"fc.weight": mx.zeros((64, 8), mx.uint32), "fc.scales": mx.ones((64, 6))}, "fc is not quantized for 128 in"),
         (
             {"fc.weight": mx.zeros((64, 8), mx.uint32), "fc.scales": mx.ones((64, 999))},

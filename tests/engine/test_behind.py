@@ -224,7 +224,7 @@ def test_samples_of_a_mixed_step_are_gathered_on_the_device(monkeypatch: pytest.
     while engine.has_requests:
         engine.step()
     assert any(0 < pending < rows for pending, rows in built), built
-    # All inputs of decodes came from the device, except the first, which is the prompt's last token.
+    # The first decode's input is the prompt's last token. The device has the inputs of all later decodes.
     assert sum(pending for pending, _ in built) == 3 * 7
 
 

@@ -27,7 +27,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import ModelOutput
 from tests.support.demo import engine_for
 from tests.support.running import run
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 from tests.support.tiny_engine import run_pooling, tiny_engine, with_vocabulary
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import tiny_tokenizer
@@ -127,7 +127,7 @@ QUICK_ENGINES = [
 ]
 
 
-@pytest.fixture(params=mostly_full(product(product(COMPUTED, DISPATCHES)), zip(QUICK_ENGINES)), ids="-".join)
+@pytest.fixture(params=sweep(product(product(COMPUTED, DISPATCHES)), zip(QUICK_ENGINES)), ids="-".join)
 def engine(request: pytest.FixtureRequest, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> Iterator[SteppedEngine]:
     computed, dispatch = request.param
     lane_elements, is_hybrid = COMPUTED[computed]
@@ -395,7 +395,7 @@ def test_running_requests_survive_the_loss_of_their_kv(engine: SteppedEngine) ->
 
 @pytest.mark.parametrize(
     ("dispatch", "at_step"),
-    mostly_full(
+    sweep(
         product([name for name in DISPATCHES if name != "one by one"], range(4, 12)),
         [("one ahead", 4), ("behind", 6), ("replayed", 8), ("one ahead", 11)],
     ),
@@ -493,7 +493,7 @@ def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPa
 @on_device
 @pytest.mark.parametrize(
     ("at_call", "replay"),
-    mostly_full(
+    sweep(
         [*product(range(12), [False]), *product(range(8, 12), [True])],
         [*product((0, 1, 2, 3, 8, 11), [False]), (8, True), (11, True)],
     ),

@@ -16,7 +16,7 @@ from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.recurrent_checkpoints import RequestStates
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.fake_engine import VOCAB_SIZE
 from tools.fixtures.stepped_engine import SteppedEngine
@@ -71,14 +71,14 @@ WAYS = {
     "replayed, behind, preempted": {"replay": True, "behind": True, "num_blocks": 24, "max_num_batched_tokens": 16},
     "replayed, few slots": {"replay": True, "num_state_slots": 6, "max_num_seqs": 6},
 }
-# `make test` runs WAYS_OF_ONE of qwen3_5: together, each setting of WAYS. Each other model has one of COMMON_WAYS.
+# `make test` runs WAYS_OF_ONE of qwen3_5: together, each setting of WAYS. Every other model runs one of COMMON_WAYS.
 COMMON_WAYS = ("chunks of any size", "replayed, behind, preempted")
 WAYS_OF_ONE = (*COMMON_WAYS, "preempted", "one ahead, preempted", "few slots", "replayed, few slots")
 
 
 @pytest.mark.parametrize(
     ("architecture", "way"),
-    mostly_full(
+    sweep(
         product(ARCHITECTURES, WAYS),
         [*product(ARCHITECTURES[:1], WAYS_OF_ONE), *zip(ARCHITECTURES[1:], cycle(COMMON_WAYS), strict=False)],
     ),

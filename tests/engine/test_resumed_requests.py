@@ -10,7 +10,7 @@ import pytest
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, merge_outputs
 from tests.support.mixed_requests import MODELS, MODES, add_all, check_equal, undisturbed
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.stepped_engine import SteppedCore, SteppedEngine
 
@@ -57,7 +57,7 @@ KEPT_MODES = ["one by one", "behind, replayed", "drafts ahead"]
 
 @pytest.mark.parametrize(
     ("model", "mode", "at_steps"),
-    mostly_full(
+    sweep(
         product(MODELS, KEPT_MODES, AT_STEPS),
         [
             *zip(["attention"] * 3, KEPT_MODES, AT_STEPS[1:], strict=True),

@@ -16,7 +16,7 @@ from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import KVCacheLostError, RunnerLostError
 from tests.support.mixed_requests import MODELS, MODES, add_all, check_equal, run_to_end
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import FakeRunner, byte_ids, fake_config, generated, tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
@@ -154,7 +154,7 @@ def test_a_suspect_that_leaves_makes_room_for_the_next() -> None:
 
 @pytest.mark.parametrize(
     ("model", "mode", "seed"),
-    mostly_full(
+    sweep(
         product(MODELS, MODES, range(2)),
         [
             *product(["attention"], ["behind, replayed", "drafts"], [0]),

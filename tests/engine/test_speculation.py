@@ -21,7 +21,7 @@ from tests.engine.test_failed_steps import GREEDY, PROMPTS, VOCAB_SIZE, Fault, r
 from tests.support.demo import engine_for
 from tests.support.running import run
 from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids, with_vocabulary
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.architectures import configuration
@@ -126,8 +126,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "seed"),
-    mostly_full(product(MODELS, range(5)), [("plain", 0), ("one ahead", 1), ("recurrent, one ahead", 0)]),
+    ("kind", "seed"), sweep(product(MODELS, range(5)), [("plain", 0), ("one ahead", 1), ("recurrent, one ahead", 0)])
 )
 def test_aborts(kind: str, seed: int) -> None:
     """Aborted requests change nothing for other requests, and leave nothing behind."""

@@ -37,7 +37,7 @@ from metal_engine.step import SchedulerOutput
 from metal_engine.token_rules import NO_RULES, TokenRules
 from tests.support.draft_heads import random_head
 from tests.support.speculation import FreeDrafts, KnownAheadTimes, draft_model_config, speculate, speculative_config
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import random_model, tiny_model
 
@@ -150,7 +150,7 @@ def test_writes_stay_in_place_over_many_steps(config: dict[str, Any], num_ahead:
 
 @pytest.mark.parametrize(
     ("replay", "num_drafts", "num_ahead"),
-    mostly_full(
+    sweep(
         product([False, True], [3, 0], [0, 1]), [(False, 3, 1), (True, 3, 0), (True, 3, 1), (False, 0, 0), (True, 0, 1)]
     ),
 )

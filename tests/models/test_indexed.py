@@ -31,7 +31,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import NO_REPLAY_WITH_INDEX
 from tests.support.kv_engines import kv_engine
 from tests.support.speculation import draft_for_free, speculative_config
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.architectures import VOCAB_SIZE, configuration
 from tools.fixtures.fake_engine import VOCAB_SIZE as ENGINE_VOCAB_SIZE
@@ -86,7 +86,7 @@ def tokens_of(engine: Any) -> list[list[int]]:
     return [token_ids(outputs) for outputs in run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])]
 
 
-@pytest.mark.parametrize("name", mostly_full(zip(CONFIGS), [("8",), ("2 blocks",)]))
+@pytest.mark.parametrize("name", sweep(zip(CONFIGS), [("8",), ("2 blocks",)]))
 def test_tokens_with_contexts_far_beyond_the_selection(name: str) -> None:
     config = CONFIGS[name]
     expected = mlx_lms_tokens(config)

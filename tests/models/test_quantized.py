@@ -20,7 +20,7 @@ from metal_engine.kv_cache.state import KVState
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.layer_cache import AttentionMask, LayerCache
 from metal_engine.models.paged_model import PagedModel
-from tests.support.sweeps import diagonal, mostly_full
+from tests.support.sweeps import diagonal, sweep
 from tools.fixtures.architecture_parts import VOCAB_SIZE
 from tools.fixtures.architectures import SUPPORTED, configuration
 from tools.fixtures.tiny_models import random_model
@@ -84,7 +84,7 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 @pytest.mark.parametrize(
     ("model_type", "kv_cache_dtype", "dtype"),
-    mostly_full(
+    sweep(
         product(["llama", "gemma4"], KV_TYPES, DTYPES[1:]),
         [("llama", "int8", mx.bfloat16), ("llama", "int4", mx.float16), ("gemma4", "int4", mx.bfloat16)],
     ),

@@ -26,7 +26,7 @@ from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.engine.test_quantized_kv import model_of
 from tests.support.checkpoint_files import write_checkpoint
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 from tests.support.tiny_engine import tiny_reference
 
 RECURRENT = ["qwen3_next", "mamba"]  # with and without attention layers
@@ -162,7 +162,7 @@ TYPES = [(mx.float32, "auto"), (mx.float32, "int8"), (mx.float16, "auto"), (mx.b
 
 @pytest.mark.parametrize(
     ("make", "dtype", "kv_cache_dtype"),
-    mostly_full(
+    sweep(
         [(one_row_off, mx.float32, "auto"), *((make, *types) for make in WRONG for types in TYPES)],
         [(one_row_off, mx.float32, "auto"), *((make, *types) for make, types in zip(WRONG, TYPES, strict=True))],
     ),

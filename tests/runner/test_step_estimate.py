@@ -16,7 +16,7 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.step_estimate import estimate_step_bytes
 from metal_engine.runner.step_memory import measure_step_bytes
 from metal_engine.settings.config import DeviceInfo, ModelInfo
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 from tools.fixtures.architectures import SUPPORTED, configuration
 from tools.fixtures.tiny_models import random_model
 
@@ -58,7 +58,7 @@ def sizes_of(model_type: str, size: str) -> tuple[ModelInfo, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "size"), mostly_full(product(SUPPORTED, SIZES), zip(SOME, cycle(SIZES), strict=False))
+    ("model_type", "size"), sweep(product(SUPPORTED, SIZES), zip(SOME, cycle(SIZES), strict=False))
 )
 def test_no_less_than_is_measured(model_type: str, size: str) -> None:
     info, measured, estimated = sizes_of(model_type, size)

@@ -62,7 +62,7 @@ def _count(value: Any, kind: Callable[[Any], bool]) -> int:
 @given(VALUES, st.sampled_from([None, 0, 2]))
 @settings(max_examples=40)
 def test_content_is_counted(value: Any, indent: int | None) -> None:
-    """Of each kind, a text may have as much as the limit: quotes and brackets in strings do not count."""
+    """A text may reach the limit of each kind. Quotes and brackets in strings are not counted."""
     text = json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "surrogatepass")
     num_members = sum(len(one) for one in parts(value) if isinstance(one, dict))
     counts = {

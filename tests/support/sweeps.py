@@ -9,21 +9,27 @@ from typing import Any
 import pytest
 
 
-def sweep(values: Iterable[Any], quick: Callable[..., bool]) -> list[Any]:
-    """Return parameters of a test, and mark a value ``full`` unless ``quick`` returns True for it.
+def sweep(values: Iterable[Any], quick: Callable[..., bool] | Iterable[Any]) -> list[Any]:
+    """Return parameters of a test, marked `full` unless they are quick. A tuple has the values of several arguments.
 
-    A tuple has the values of several arguments.
+    Args:
+        quick: the quick values, or a function that returns True for their arguments.
     """
-    cases = [value if isinstance(value, tuple) else (value,) for value in values]
-    return [pytest.param(*case, marks=() if quick(*case) else pytest.mark.full) for case in cases]
+    cases = [_arguments(value) for value in values]
+    if callable(quick):
+        are_quick = [quick(*case) for case in cases]
+    else:
+        left = [_arguments(value) for value in quick]
+        are_quick = [case in left for case in cases]
+        assert sum(are_quick) == len(left), "a quick case that is not a case"
+    return [
+        pytest.param(*case, marks=() if is_quick else pytest.mark.full)
+        for case, is_quick in zip(cases, are_quick, strict=True)
+    ]
 
 
-def mostly_full(cases: Iterable[tuple[Any, ...]], quick: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Return the cases as parameters, marked `full` unless they are among the quick ones."""
-    left = list(quick)
-    found = [pytest.param(*case, marks=() if case in left else pytest.mark.full) for case in map(tuple, cases)]
-    assert sum(not param.marks for param in found) == len(left), "a quick case that is not a case"
-    return found
+def _arguments(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def diagonal(*axes: Iterable[Any]) -> list[Any]:

@@ -27,8 +27,8 @@ def loads(body: bytes) -> Any:
 
     Raises:
         json.JSONDecodeError: the text is not valid JSON.
-        APIError: status 400, for NaN and Infinity, text that is not valid Unicode, numbers of thousands of digits,
-            nesting too deep for the parser, or more content than any request needs.
+        APIError: status 400. The text has NaN or Infinity, invalid Unicode, a number of thousands of digits, nesting
+            too deep for the parser, or more content than any request needs.
     """
     try:
         return large_bodies.loads(body, parse_constant=_refuse_constant)

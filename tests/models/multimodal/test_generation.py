@@ -12,7 +12,7 @@ import pytest
 from metal_engine.request import RequestOptions, RequestOutput
 from metal_engine.runner.features import Encoding
 from tests.support.speculation import speculative_config
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 from tests.support.vision import (
     CONFIGS,
     QWEN3_VL,
@@ -68,7 +68,7 @@ OTHERS = [name for name in FAMILIES if name not in WHOLE]
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    mostly_full(product(FAMILIES, OPTIONS), [*product(WHOLE, OPTIONS), *zip(OTHERS, cycle(OPTIONS[1:]), strict=False)]),
+    sweep(product(FAMILIES, OPTIONS), [*product(WHOLE, OPTIONS), *zip(OTHERS, cycle(OPTIONS[1:]), strict=False)]),
 )
 def test_outputs_equal_mlx_vlms(name: str, options: dict[str, Any]) -> None:
     prompts, expected = cases_of(name)

@@ -20,7 +20,7 @@ from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
 from tests.support.fake_kv_runner import FakeStep, SchedulerHarness, make_prompt
 from tests.support.speculation import Drafter, speculate, speculative_config
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 
 
 class Clock:
@@ -330,7 +330,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("seconds", "num_requests", "kind"),
-    mostly_full(
+    sweep(
         itertools.product([memory_bound, compute_bound], [1, 16], KINDS),
         [
             *((memory_bound, 1, "plain"), (memory_bound, 16, "recurrent"), (memory_bound, 16, "ahead")),
@@ -366,7 +366,7 @@ GAINS = [
 
 @pytest.mark.parametrize(
     ("kind", "num_requests", "right_from", "most_plain", "most"),
-    mostly_full(
+    sweep(
         [(kind, *gain) for kind in KINDS for gain in GAINS],
         [(kind, *gain) for kind, gain in [*zip(KINDS, GAINS, strict=True), ("plain", GAINS[1])]],
     ),
@@ -389,7 +389,7 @@ def test_full_steps_have_no_drafts() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "num_requests", "most"),
-    mostly_full(
+    sweep(
         [(kind, *case) for kind in KINDS for case in ((8, 0.55), (16, 0.75))],
         [("plain", 16, 0.75), *((kind, 8, 0.55) for kind in KINDS if kind != "plain")],
     ),

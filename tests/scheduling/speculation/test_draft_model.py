@@ -27,7 +27,7 @@ from metal_engine.step import UNKNOWN_DRAFT, Drafting, NewRequestData, Scheduler
 from tests.scheduling.speculation.test_draft_lengths import Clock, TimedStep, compute_bound, memory_bound
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 from tests.support.speculation import KnownTimes, draft_model_config, head_config, speculate
-from tests.support.sweeps import mostly_full
+from tests.support.sweeps import sweep
 
 NEVER = 1 << 30
 
@@ -167,7 +167,7 @@ def run(
 
 @pytest.mark.parametrize(
     ("seconds", "num_requests", "forward_seconds"),
-    mostly_full(
+    sweep(
         product([memory_bound, compute_bound], [1, 16], [0.1, 0.3, 1.0]),
         [(memory_bound, 16, 0.1), (memory_bound, 1, 1.0), (compute_bound, 16, 0.3), (compute_bound, 1, 0.1)],
     ),
@@ -223,7 +223,7 @@ def test_a_draft_model_as_large_as_the_model_is_not_asked_for_long() -> None:
 
 @pytest.mark.parametrize(
     ("is_ahead", "num_requests", "forward_seconds"),
-    mostly_full(
+    sweep(
         product([False, True], [1, 16], [0.05, 0.2]),
         [(False, 16, 0.05), (False, 1, 0.2), (True, 16, 0.2), (True, 1, 0.05)],
     ),
