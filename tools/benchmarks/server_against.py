@@ -3,9 +3,10 @@
     python -m tools.benchmarks.server_against eb2337c [--starts 4] [--model demo] [--serve-args "--block-size 32"]
 
 Both servers run in this Python environment: the working tree of this checkout, and the files of the other commit,
-unpacked into the cache directory. Each start of a server answers every load. The table has each load's medians, their
-ratio (this checkout's figure over the other's), and user and system seconds of the server's busiest thread, which on a
-CPU is the thread that computes MLX's operations for the engine. Run it on idle cores.
+unpacked into the cache directory. Each start of a server answers every load. The table has each load's medians and
+their ratio (this checkout's figure over the other's). ``thread_s`` is the CPU time of the busiest thread in seconds. On
+a CPU, this thread computes MLX's operations for the engine. ``cpu_s`` is the CPU time of the server and its processes.
+Run it on idle cores.
 """
 
 from __future__ import annotations
@@ -61,26 +62,29 @@ def unpack(revision: str) -> tuple[str, Path]:
     return name, folder
 
 
-def thread_seconds(pid: int) -> dict[int, tuple[float, float]]:
-    """Return user and system seconds of each thread of a process so far, by thread id. Empty without ``/proc``."""
+def thread_seconds(pid: int) -> dict[int, float]:
+    """Return the CPU seconds so far of each thread of a process and of its children, by thread id.
+
+    It is empty without ``/proc``.
+    """
     ticks = os.sysconf("SC_CLK_TCK")
-    seconds = {}
+    seconds: dict[int, float] = {}
     for thread in Path(f"/proc/{pid}/task").glob("*"):
         try:
             fields = (thread / "stat").read_text().rpartition(")")[2].split()
+            children = (thread / "children").read_text().split()
         except (FileNotFoundError, ProcessLookupError):  # the thread has ended
             continue
-        seconds[int(thread.name)] = int(fields[11]) / ticks, int(fields[12]) / ticks
+        seconds[int(thread.name)] = (int(fields[11]) + int(fields[12])) / ticks
+        for child in children:
+            seconds |= thread_seconds(int(child))
     return seconds
 
 
-def busiest(before: dict[int, tuple[float, float]], after: dict[int, tuple[float, float]]) -> tuple[float, float]:
-    """Return user and system seconds of the thread that worked most between two readings."""
-    spent = [
-        (user - before.get(thread, (0.0, 0.0))[0], system - before.get(thread, (0.0, 0.0))[1])
-        for thread, (user, system) in after.items()
-    ]
-    return max(spent, key=sum, default=(float("nan"), float("nan")))
+def cpu_seconds(before: dict[int, float], after: dict[int, float]) -> Figures:
+    """Return the seconds between two readings: of the thread that worked most, and of all threads."""
+    spent = [seconds - before.get(thread, 0.0) for thread, seconds in after.items()] or [float("nan")]
+    return {"thread_s": max(spent), "cpu_s": sum(spent)}
 
 
 def measure(server: PeerServer, model: str, tokenizer: PromptTokenizer, seed: int) -> dict[str, Figures]:
@@ -103,12 +107,12 @@ def measure(server: PeerServer, model: str, tokenizer: PromptTokenizer, seed: in
         before = thread_seconds(server.pid)
         group: Group = at_once(name, requests)
         records = asyncio.run(run_groups(args, model, [group]))[name]
-        user, system = busiest(before, thread_seconds(server.pid))
+        seconds = cpu_seconds(before, thread_seconds(server.pid))
         failed = [record.error for record in records if record.error]
         if failed:
             raise RuntimeError(f"{server.name} failed {len(failed)} of {len(records)} in {name}: {failed[0]}")
         summary = summarize(records).to_json()
-        figures[name] = {figure: summary[figure] for figure in FIGURES} | {"user_s": user, "system_s": system}
+        figures[name] = {figure: summary[figure] for figure in FIGURES} | seconds
     del figures["warm-up"]
     return figures
 
@@ -123,7 +127,7 @@ def report(results: dict[str, list[dict[str, Figures]]], other: str) -> str:
     lines = [f"| load | figure | {HERE} | {other} | ratio |", "| --- | --- | ---: | ---: | ---: |"]
     for load, (count, input_len, output_len) in LOADS.items():
         title = f"{load}: {count} at once, {input_len} in, {output_len} out"
-        for figure in (*FIGURES, "user_s", "system_s"):
+        for figure in (*FIGURES, "thread_s", "cpu_s"):
             ours, theirs = (statistics.median(start[load][figure] for start in results[n]) for n in (HERE, other))
             ratio = f"{ours / theirs:.2f}" if theirs else "-"
             lines.append(f"| {title} | {figure} | {cell(HERE, load, figure)} | {cell(other, load, figure)} | {ratio} |")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,14 +13,23 @@ from metal_engine.engine.process.remote import Calls
 from metal_engine.engine.process.wire import ImageInputs
 from metal_engine.images import PromptImages
 
+# Maximum size of the inputs that the process keeps for later requests, in bytes. A conversation has the same images in
+# each turn, and the server does not send them to the process twice.
+_MAX_RECENT_BYTES = 1 << 26
+
 
 @dataclass(frozen=True, eq=False)
 class RemoteImageInputs:
-    """Inputs of the encoder for an image. The process holds them until the last request that uses them is dropped."""
+    """Inputs of the encoder for an image. The process keeps them until this object is released."""
 
     key: int
     content_hash: bytes
     inputs: InputArrays
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the inputs in bytes."""
+        return sum(array.nbytes for array in self.inputs.values())
 
     @property
     def message(self) -> ImageInputs:
@@ -28,19 +38,23 @@ class RemoteImageInputs:
 
 
 class RemoteImages:
-    """Inputs of images of all requests, by content hash. Used while the lock of ``calls`` is held.
+    """Inputs of images of all requests, and of the latest ended requests. Used while the lock of ``calls`` is held.
 
     Args:
         calls: sends messages, and releases inputs.
+        max_recent_bytes: maximum size of the most recent inputs, which stay in the process when their requests end.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, max_recent_bytes: int = _MAX_RECENT_BYTES) -> None:
         self._calls = calls
+        self._max_recent_bytes = max_recent_bytes
+        self._recent: OrderedDict[bytes, RemoteImageInputs] = OrderedDict()
+        self._num_recent_bytes = 0
         self._keys = itertools.count()
         self._by_hash: weakref.WeakValueDictionary[bytes, RemoteImageInputs] = weakref.WeakValueDictionary()
 
     def inputs_of(self, images: PromptImages | None) -> tuple[RemoteImageInputs, ...]:
-        """Return the inputs of a request's images. Inputs that no other request uses are sent to the process."""
+        """Return the inputs of a request's images. Inputs that the process does not have are sent."""
         found: dict[bytes, RemoteImageInputs] = {}
         for image in () if images is None else images.images:
             if image.content_hash in found:
@@ -51,8 +65,18 @@ class RemoteImages:
                 self._by_hash[image.content_hash] = inputs
                 weakref.finalize(inputs, self._calls.dropped_images.append, inputs.key).atexit = False
                 self._calls.send(inputs.message)
+            self._keep(inputs)
             found[image.content_hash] = inputs
         return tuple(found.values())
+
+    def _keep(self, inputs: RemoteImageInputs) -> None:
+        """Make inputs the most recent ones. Release the least recent inputs beyond the maximum size."""
+        if inputs.content_hash not in self._recent:
+            self._recent[inputs.content_hash] = inputs
+            self._num_recent_bytes += inputs.num_bytes
+        self._recent.move_to_end(inputs.content_hash)
+        while self._num_recent_bytes > self._max_recent_bytes:
+            self._num_recent_bytes -= self._recent.popitem(last=False)[1].num_bytes
 
     def messages(self) -> Iterator[ImageInputs]:
         """Yield the messages that a new process needs. Each has a copy of an image's inputs."""

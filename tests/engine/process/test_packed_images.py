@@ -80,12 +80,26 @@ def test_a_broken_array_is_an_error_of_the_wire(field: str) -> None:
         unpacked_inputs(message)
 
 
+def test_the_next_turn_sends_only_images_that_the_process_no_longer_has() -> None:
+    """There is room for the inputs of one image. Each turn ends before the next begins."""
+    sent: list[Any] = []
+    images = some_images().images
+    room = max(sum(array.nbytes for array in image.inputs.values()) for image in images)
+    remote = RemoteImages(Calls(sent.append, threading.RLock()), max_recent_bytes=room)
+    keys = []
+    for turn in (images, images[:1], images[:1], images[1:]):
+        remote.inputs_of(PromptImages(turn))
+        keys.append([message.key for message in sent])
+        sent.clear()
+    assert keys == [[0, 1], [2], [], [3]]
+
+
 def test_requests_share_the_inputs_of_equal_images_until_the_last_has_ended() -> None:
     """Each message has one image, so that many images of a request do not exceed the size of a message."""
     assert MAX_INPUT_BYTES < MAX_MESSAGE_BYTES
     sent: list[Any] = []
     calls = Calls(sent.append, threading.RLock())
-    remote, images = RemoteImages(calls), some_images()
+    remote, images = RemoteImages(calls, max_recent_bytes=0), some_images()
     held = [remote.inputs_of(images) for _ in range(3)]
     assert [message.key for message in sent] == [0, 1] and [one.key for one in held[2]] == [0, 1]
     assert [message.key for message in remote.messages()] == [0, 1]
