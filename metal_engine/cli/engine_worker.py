@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from itertools import compress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from metal_engine.checkpoints.mlx_import import import_mlx
-from metal_engine.checkpoints.tokenizer import load_tokenizer
-from metal_engine.cli.logs import set_up_logging
 from metal_engine.device.allocator import give_back_freed_memory, keep_freed_memory
-from metal_engine.device.info import device_info
-from metal_engine.engine.built_engine import BuiltEngine
-from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
-from metal_engine.engine.process.child import BuildFunction, PrepareFunction, serve_engine
-from metal_engine.engine.process.spawner import Spawner
-from metal_engine.engine.process.supervisor import EngineSupervisor
-from metal_engine.engine.process.wire import Build, Ready, Start
-from metal_engine.settings.args import EngineArgs, ServerArgs
-from metal_engine.settings.config import DeviceInfo
-from metal_engine.text.chat_template_file import read_chat_template
-from metal_engine.text.tokenizer import Tokenizer
+from metal_engine.lazy_packages import make_packages_lazy
+from metal_engine.settings.args import EngineArgs
 
-# Main module of the process of an engine.
-MODULE = "metal_engine.cli.engine_worker"
+if TYPE_CHECKING:
+    from metal_engine.engine.built_engine import BuiltEngine
+    from metal_engine.engine.device_access import DeviceAccess
+    from metal_engine.engine.process.child import BuildFunction, PrepareFunction
+    from metal_engine.engine.process.wire import Build, Start
+    from metal_engine.settings.config import DeviceInfo
+
 _QOS_CLASS_USER_INITIATED = 0x19
 # Modules that import most of the modules for building an engine and for its first steps. They take no device memory.
 _MODULES = (
@@ -47,48 +38,16 @@ _MODULES = (
 )
 
 
-def launch_engine(args: EngineArgs, server_args: ServerArgs) -> EngineSupervisor:
-    """Launch the process of an engine. It loads the model while the caller imports the server, without MLX."""
-    engine = engine_of(args, spawner_of([args], server_args))
-    engine.launch()
-    return engine
-
-
-def spawner_of(models: Iterable[EngineArgs], server_args: ServerArgs, *, is_shared: bool = False) -> Spawner:
-    """Return the spawner of the processes of these models' engines. From now on, this process does not load MLX."""
-    keep_mlx_out()
-    start = Start([msgspec.to_builtins(args) for args in models], server_args.log_level, server_args.log_format)
-    return Spawner(MODULE, start, is_shared=is_shared)
-
-
-def engine_of(args: EngineArgs, spawner: Spawner, access: DeviceAccess = WHOLE_DEVICE) -> EngineSupervisor:
-    """Return an engine in a process of its own, which has not been started."""
-    return EngineSupervisor(spawner, msgspec.to_builtins(args), partial(_tokenizer_of, args), access)
-
-
-def keep_mlx_out() -> None:
-    """Make the parsers of mlx-lm importable without MLX, by skipping the ``__init__`` of the package."""
-    spec = importlib.util.find_spec("mlx_lm")
-    assert spec is not None
-    sys.modules.setdefault("mlx_lm", importlib.util.module_from_spec(spec))
-
-
-def _tokenizer_of(args: EngineArgs, ready: Ready) -> Tokenizer:
-    """Return the tokenizer of the model that the process has loaded. Raises ModelLoadError."""
-    assert ready.tokenizer_path is not None
-    tokenizer = load_tokenizer(Path(ready.tokenizer_path), trust_remote_code=args.trust_remote_code)
-    if args.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(args.chat_template)
-    return Tokenizer(
-        tokenizer, frozenset(ready.eos_token_ids), allow_special_tokens_in_content=args.allow_special_tokens_in_content
-    )
-
-
 def _set_up(start: Start) -> tuple[PrepareFunction, BuildFunction]:
+    from metal_engine.cli.logs import set_up_logging
+
     set_up_logging(start.log_level, start.log_format)
     models = msgspec.convert(start.models, list[EngineArgs])
 
     def prepare() -> DeviceInfo:
+        from metal_engine.checkpoints.mlx_import import import_mlx
+        from metal_engine.device.info import device_info
+
         blas = import_mlx(*models)
         for name in _MODULES:
             importlib.import_module(f"metal_engine.{name}")
@@ -120,4 +79,8 @@ def _without_lost_adapters(args: EngineArgs) -> EngineArgs:
 
 if __name__ == "__main__":
     keep_freed_memory()  # before the first thread
+    make_packages_lazy()
+
+    from metal_engine.engine.process.child import serve_engine
+
     serve_engine(int(sys.argv[1]), _set_up)

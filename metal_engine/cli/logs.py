@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 
-from rich.console import Console
-from rich.logging import RichHandler
-
 
 def set_up_logging(level: str, style: str = "text") -> None:
     """Log this package's messages from ``level`` upward, and other packages' warnings, to standard error.
@@ -23,6 +20,9 @@ def set_up_logging(level: str, style: str = "text") -> None:
         handler.setFormatter(JSONFormatter())
         handler.addFilter(RequestIdFilter())
     elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.logging import RichHandler
+
         handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%H:%M:%S]")
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:

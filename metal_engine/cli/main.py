@@ -21,6 +21,7 @@ from metal_engine.cli.ps import ps
 from metal_engine.device.allocator import keep_freed_memory
 from metal_engine.distributed.launch import is_follower, launched_rank
 from metal_engine.errors import ConfigError
+from metal_engine.lazy_packages import make_packages_lazy
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.model_names import problem_of_name
@@ -100,7 +101,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
         engine = AsyncEngine(transport)
         with quit_on_signals():
             engine.start()
-            # This import loads MLX, which must not happen before the engine has set up its BLAS.
+            # If the engine runs in this process, this import loads MLX. The engine must have set up its BLAS before.
             from metal_engine.checkpoints.answer_formats import find_answer_format
 
             answer_format = find_answer_format(
@@ -126,7 +127,7 @@ def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
     """
     is_launched = args.num_ranks > 1 and launched_rank() is not None
     if server_args.engine_process and not is_launched:
-        from metal_engine.cli.engine_worker import launch_engine
+        from metal_engine.cli.engine_launch import launch_engine
 
         return launch_engine(args, server_args)
     if is_launched:
@@ -252,4 +253,5 @@ def _metal_engine(
 
 def main() -> None:
     """Entry point of the ``metal-engine`` command."""
+    make_packages_lazy()
     app()

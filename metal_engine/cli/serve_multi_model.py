@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from metal_engine.cli.engine_worker import engine_of, spawner_of
+from metal_engine.cli.engine_launch import engine_of, spawner_of
 from metal_engine.cli.models_dir import models_in
 from metal_engine.engine.device_access import DeviceAccess
 from metal_engine.engine.process.spawner import Spawner

@@ -17,8 +17,8 @@ def test_the_server_loads_no_mlx() -> None:
     """The parsers of mlx-lm run without MLX."""
     code = """
 import sys
-from metal_engine.cli.engine_worker import keep_mlx_out
-keep_mlx_out()
+from metal_engine.lazy_packages import make_packages_lazy
+make_packages_lazy()
 from metal_engine.checkpoints.answer_formats import _tool_parser, find_answer_format
 import metal_engine.cli.banner, metal_engine.server.run
 from tools.fixtures.fake_engine import tiny_tokenizer

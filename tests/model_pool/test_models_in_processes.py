@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from mlx_lm.utils import load_model
 
-from metal_engine.cli import engine_worker
+from metal_engine.cli import engine_launch
 from metal_engine.cli.serve_multi_model import source_of
 from metal_engine.engine.process.limits import ProcessLimits
 from metal_engine.engine.process.spawner import Spawner
@@ -89,7 +89,7 @@ class Models:
 
     def __init__(self, models: dict[str, EngineArgs], memory_bytes: int) -> None:
         start = Start([msgspec.to_builtins(args) for args in models.values()], "warning", "text")
-        self.spawner = Spawner(engine_worker.MODULE, start, ProcessLimits(spare_delay=math.inf), is_shared=True)
+        self.spawner = Spawner(engine_launch.MODULE, start, ProcessLimits(spare_delay=math.inf), is_shared=True)
         self.pids: list[int] = []
         self._numbers = itertools.count()
         spawn = self.spawner._spawn

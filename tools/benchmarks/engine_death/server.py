@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from metal_engine.cli import engine_worker
+from metal_engine.cli import engine_launch
 from metal_engine.cli.main import main
 from metal_engine.engine.process.limits import ProcessLimits
 from metal_engine.engine.process.spawner import Spawner
 
 WORKER = "tools.benchmarks.engine_death.worker"
-# A low limit on the time of a step. With the default, each hang would last a minute, or ten minutes after a restart.
+# A low limit on the time of a step. With the default, each hang would last a minute.
 _LIMITS = ProcessLimits(step_seconds=6.0)
 
 if __name__ == "__main__":
-    engine_worker.MODULE = WORKER
-    engine_worker.Spawner = partial(Spawner, limits=_LIMITS)  # type: ignore[assignment,misc]
+    engine_launch.MODULE = WORKER
+    engine_launch.Spawner = partial(Spawner, limits=_LIMITS)  # type: ignore[assignment,misc]
     main()

@@ -1,0 +1,56 @@
+"""Lazy packages have the same names as packages that were imported as usual."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Names that submodules of a lazy package offer, and then a name for which its ``__init__`` must run.
+NAMES = {
+    "transformers": (
+        "AutoConfig AutoTokenizer PreTrainedTokenizer PreTrainedTokenizerBase PreTrainedTokenizerFast __version__",
+        "LlamaConfig",
+    ),
+    "gguf": ("constants quants", "GGUFWriter"),
+    "mlx_lm": ("tokenizer_utils", "stream_generate"),
+}
+
+
+def run(code: str) -> None:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_a_lazy_package_has_the_names_of_the_package(package: str) -> None:
+    early, late = NAMES[package]
+    run(f"""
+import importlib, sys
+from metal_engine.lazy_packages import LazyPackage, make_packages_lazy
+make_packages_lazy()
+import {package}
+early = {{name: getattr({package}, name) for name in {early.split()!r}}}
+lazy = sys.modules["{package}"]
+assert isinstance(lazy, LazyPackage) and "{late}" not in vars(lazy)
+from {package} import {late}
+again = importlib.import_module("{package}")
+assert {package}.{late} is again.{late} is {late}
+assert all(getattr(again, name) == value == getattr(lazy, name) for name, value in early.items())
+for module in lazy, again:
+    assert not hasattr(module, "no_such_name") and not hasattr(module, "__no_such_name__")
+""")
+
+
+def test_the_process_of_an_engine_needs_no_init() -> None:
+    run("""
+import sys
+from metal_engine.lazy_packages import LazyPackage, make_packages_lazy
+make_packages_lazy()
+from metal_engine.cli.engine_worker import _set_up
+from metal_engine.engine.process.wire import Start
+_set_up(Start([], "info", "text"))[0]()
+for name, one in {"transformers": "LlamaConfig", "gguf": "GGUFWriter", "mlx_lm": "stream_generate"}.items():
+    assert isinstance(sys.modules[name], LazyPackage) and one not in vars(sys.modules[name]), name
+""")
