@@ -59,7 +59,7 @@ class LazyPackage(ModuleType):
             return importlib.import_module(f"{self.__name__}.{name}")
         self._complete()
         complete = sys.modules[self.__name__]
-        if complete is not self:  # as the ``__init__`` of transformers does it
+        if complete is not self:  # the ``__init__`` of transformers replaces the package
             return getattr(complete, name)
         return super().__getattribute__(name)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# Names that submodules of a lazy package offer, and then a name for which its ``__init__`` must run.
+# Package -> names that its submodules define, and a name that needs its ``__init__``.
 NAMES = {
     "transformers": (
         "AutoConfig AutoTokenizer PreTrainedTokenizer PreTrainedTokenizerBase PreTrainedTokenizerFast __version__",
