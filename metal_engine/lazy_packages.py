@@ -1,7 +1,7 @@
 """Packages whose ``__init__`` runs only if a name is needed that no submodule has.
 
 The ``__init__`` of transformers reads its 2,800 files, which takes a second and 6 MiB of memory in each process. The
-``__init__`` of gguf imports more than its constants, and the ``__init__`` of mlx-lm loads MLX.
+``__init__`` of gguf imports more than its constants, that of uvicorn a command line, and that of mlx-lm loads MLX.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _PACKAGES: dict[str, dict[str, str]] = {
         "PreTrainedTokenizerFast": "tokenization_utils_tokenizers",
     },
     "transformers.models": {},
+    "uvicorn": {},
 }
 
 

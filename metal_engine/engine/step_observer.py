@@ -11,10 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from metal_engine.request import Request, RequestStatus
-from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.step import NewRequestData, SchedulerOutput
+
+if TYPE_CHECKING:
+    from metal_engine.scheduling.scheduler import Scheduler
 
 # Seconds between two frames, and maximum number of step rows in a frame. Further steps are added to the last row.
 FRAME_SECONDS = 0.1

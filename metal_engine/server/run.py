@@ -16,7 +16,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, cast
 
-import uvicorn
+import uvicorn.config
+import uvicorn.server
 from fastapi import FastAPI
 
 from metal_engine.answers.answer_format import AnswerFormat
@@ -52,7 +53,7 @@ _SWITCH_SECONDS = 0.0005
 _ENGINE_STOP_SECONDS = 10.0
 
 
-class Server(uvicorn.Server):
+class Server(uvicorn.server.Server):
     """uvicorn server that drains on the first signal, stops at once on the second, and ends when its engine dies.
 
     Args:
@@ -83,7 +84,7 @@ class Server(uvicorn.Server):
     ) -> None:
         self.connections = Connections(limits)
         super().__init__(
-            uvicorn.Config(
+            uvicorn.config.Config(
                 app,
                 http=partial(Connection, limits=limits, connections=self.connections),  # type: ignore[arg-type]
                 ws="none",
