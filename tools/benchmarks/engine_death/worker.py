@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import metal_engine.build
+from metal_engine.lazy_packages import make_packages_lazy
 
 # Environment variable: path of a file. Each process appends the start and the end of its load to the file.
 LOADS = "ENGINE_DEATH_LOADS"
@@ -50,5 +50,9 @@ def failing(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
+    make_packages_lazy()
+
+    import metal_engine.build
+
     metal_engine.build.build_engine = failing(metal_engine.build.build_engine)
     runpy.run_module("metal_engine.cli.engine_worker", run_name="__main__", alter_sys=True)
