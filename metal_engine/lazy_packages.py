@@ -1,7 +1,7 @@
 """Packages whose ``__init__`` runs only if a name is needed that no submodule has.
 
 The ``__init__`` of transformers reads its 2,800 files, which takes a second and 6 MiB of memory in each process. The
-``__init__`` of gguf imports more than its constants, that of uvicorn a command line, and that of mlx-lm loads MLX.
+``__init__`` of gguf imports a writer of files, uvicorn imports a command line, and mlx-lm loads MLX.
 """
 
 from __future__ import annotations
