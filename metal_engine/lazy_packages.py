@@ -11,6 +11,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from types import ModuleType
@@ -51,7 +52,8 @@ class LazyPackage(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if (submodule := self._names.get(name)) is not None:
-            return getattr(importlib.import_module(f"{self.__name__}.{submodule}"), name)
+            with suppress(ImportError, AttributeError):  # other versions may define it elsewhere
+                return getattr(importlib.import_module(f"{self.__name__}.{submodule}"), name)
         if name == "__version__":
             return version(self.__name__)
         if name.startswith("__"):

@@ -54,3 +54,13 @@ _set_up(Start([], "info", "text"))[0]()
 for name, one in {"transformers": "LlamaConfig", "gguf": "GGUFWriter", "mlx_lm": "stream_generate"}.items():
     assert isinstance(sys.modules[name], LazyPackage) and one not in vars(sys.modules[name]), name
 """)
+
+
+def test_a_name_that_another_version_defines_elsewhere_comes_from_the_init() -> None:
+    run("""
+import importlib.util, sys
+from metal_engine.lazy_packages import LazyPackage
+names = {"GGUFWriter": "no_such_module", "GGUFReader": "quants"}
+sys.modules["gguf"] = gguf = LazyPackage(importlib.util.find_spec("gguf"), names)
+assert gguf.GGUFWriter.__name__ == "GGUFWriter" and gguf.GGUFReader.__name__ == "GGUFReader"
+""")
