@@ -75,7 +75,6 @@ LONG_FILES = (
     "engine/test_failed_steps.py",
     "runner/test_head_drafter.py",
     "engine/test_replay.py",
-    "checkpoints/test_hub.py",
     "server/test_lifecycle.py",
     "distributed/test_lost_ranks.py",
     "model_pool/test_models_in_processes.py",

@@ -115,6 +115,22 @@ def test_bad_prompts_stop_everything_before_it_runs(llm: LLM, prompt: Any) -> No
     assert len(generate(llm, "still fine", SamplingParams(max_tokens=2))) == 1
 
 
+def test_a_prompt_that_cannot_be_served_stops_everything_before_it_runs(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="maximum context length"):
+        generate(llm, ["fine", [5] * 9000])
+    with pytest.raises(ValueError, match="2 prompts but 1"):
+        generate(llm, ["a", "b"], [SamplingParams()])
+    assert llm.stats.num_running == 0 and llm._core.num_steps == 0
+
+
+def test_leaving_a_stream_aborts_it(llm: LLM) -> None:
+    stream = llm.stream("Once upon a time", SamplingParams(max_tokens=400, ignore_eos=True))
+    next(stream)
+    stream.close()
+    generate(llm, "x", SamplingParams(max_tokens=1))
+    assert llm.stats.num_used_blocks == 0
+
+
 def test_bad_parameters_stop_everything_before_it_runs(llm: LLM) -> None:
     bad: list[Any] = [
         SamplingParams(logit_bias={VOCAB_SIZE: 1}),

@@ -24,9 +24,11 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.lora_args import LoRAModule
 from tests.support import adapters
-from tests.support.checkpoint_files import write_checkpoint, write_tokenizer
-from tests.support.gguf_files import GgufFile, logits, random_weights, tiny_config
+from tests.support.checkpoint_files import write_checkpoint
+from tests.support.gguf_files import last_logits, mlx_lm_model
 from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.gguf_checkpoints import write_gguf
+from tools.fixtures.hf_checkpoints import CONFIGS, write_hf
 from tools.fixtures.lora_adapters import products_for, write_peft
 
 NUM_TOKENS = 6
@@ -35,11 +37,9 @@ PROMPT = list(range(20, 50))
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 
 
-@pytest.fixture(scope="module", params=[None, 4], ids=["plain", "quantized"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_checkpoint(tmp_path_factory.mktemp("model"), bits=request.param)
-    write_tokenizer(folder)
-    return folder
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 def own_model(checkpoint: Path) -> nn.Module:
@@ -67,7 +67,9 @@ def check(checkpoint: Path, folder: Path | None, tokens: list[int]) -> None:
     assert compare_outputs(model, PROMPT, expected, tokens).equal
 
 
-def test_lora_modules(checkpoint: Path, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("bits", [None, 4], ids=["plain", "quantized"])
+def test_lora_modules(bits: int | None, folders: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, bits=bits)
     modules = f"a={folders['a']}", json.dumps({"name": "b", "path": str(folders["b"]), "base_model_name": "org/b"})
     with LLM(str(checkpoint), lora_modules=modules, **SMALL) as llm:
         requests = [LoRARequest("a"), None, LoRARequest("b", 2)]
@@ -181,9 +183,8 @@ def test_adapters_that_cannot_be_loaded(
 
 def test_gguf_files_of_llama(tmp_path: Path) -> None:
     """The outputs of q and k are ordered differently than in the models on which adapters are trained."""
-    config = tiny_config("llama")
-    file = GgufFile(config, random_weights(config))
-    model, loaded = load_gguf_model(file.write(tmp_path / "m.gguf"), mx.float32, dequantize=True)
+    config = CONFIGS["llama"]
+    model, loaded = load_gguf_model(write_gguf(tmp_path / "m.gguf", config), mx.float32, dequantize=True)
     paged = PagedModel(model)
     targets = adapter_targets(paged, interleaved_modules(loaded))
     assert len(targets.interleaved) == 2 * config["num_hidden_layers"]
@@ -191,14 +192,11 @@ def test_gguf_files_of_llama(tmp_path: Path) -> None:
     opened = open_adapter(folder, targets)
     layers = paged.adapt(targets.shapes, 1, 2)
     assert sum(layers.set_weights(1, {name: opened.weights(name) for name in opened.modules}))
-    found = _logits_with_slot_1(paged)
-    plain = logits(file.reference())
-    expected = logits(adapters.mlx_lms(file.reference(), folder))
-    assert np.abs(found - expected).max() < 1e-3 < np.abs(plain - expected).max()
-
-
-def _logits_with_slot_1(paged: PagedModel) -> np.ndarray:
-    """Return :func:`logits` of a model's own forward with all rows in the adapter of slot 1."""
-    paged._step.adapters = AdapterRows(np.ones(24, np.int32), is_sorted=False)
+    # All rows in the adapter of slot 1.
+    paged._step.adapters = AdapterRows(np.ones(len(PROMPT), np.int32), is_sorted=False)
     paged._step.logits_indices = None
-    return logits(paged.model)
+    found = last_logits(paged.model, PROMPT)
+    reference = mlx_lm_model(write_hf(tmp_path / "hf", config))
+    plain = last_logits(reference, PROMPT)
+    expected = last_logits(adapters.mlx_lms(reference, folder), PROMPT)
+    assert np.abs(found - expected).max() < 1e-3 < np.abs(plain - expected).max()

@@ -27,7 +27,7 @@ from metal_engine.checkpoints.find import FoundModel, check_architecture, find_m
 from metal_engine.checkpoints.gguf.config import gguf_config, interleaved_modules
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
-from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids
+from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.checkpoints.headless import EmbeddingWeights
 from metal_engine.checkpoints.hub import fetch_tokenizer
 from metal_engine.checkpoints.named_paths import generation_config_folder, local_tokenizer
@@ -187,11 +187,14 @@ def _load_gguf(
     check_memory(facts, args, device)
     check(facts)
     source = _tokenizer_path(args, found)
-    tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
+    if source == found.path:
+        tokenizer = load_gguf_tokenizer(header)
+    else:
+        tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
     check_tokenizer(tokenizer)
     _announce(found, facts)
     weight_dtype = dtype or DTYPES[facts.dtype]
-    model, config = load_gguf_model(found.path, weight_dtype, dequantize=device.kind == "cpu", divide=divide)
+    model, config = load_gguf_model(header, weight_dtype, dequantize=device.kind == "cpu", divide=divide)
     own_generation_config: dict[str, Any] | None = DEFAULT_SAMPLING if args.model == DEMO_MODEL else None
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
     eos_token_ids = frozenset(gguf_eos_token_ids(header))

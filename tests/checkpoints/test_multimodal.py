@@ -24,12 +24,11 @@ from metal_engine.checkpoints.requirements import safetensors_facts
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import DeviceInfo
+from tests.checkpoints.damage import CPU
 from tests.support.checkpoint_files import VOCAB_SIZE, write_tokenizer, write_weights
 from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import random_model
 
-CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
 METAL = replace(CPU, kind="metal")
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 12)
 

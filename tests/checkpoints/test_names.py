@@ -28,10 +28,7 @@ def test_parts_of_a_name(name: str, parts: tuple[str, str | None, str | None]) -
 # Names as on the hub.
 FILES = [
     "README.md",
-    "Llama-3.2-1B-Instruct-Q4_K_M.gguf",
-    "Llama-3.2-1B-Instruct-Q4_K_S.gguf",
-    "Llama-3.2-1B-Instruct-IQ4_XS.gguf",
-    "Llama-3.2-1B-Instruct-f16.gguf",
+    *(f"Llama-3.2-1B-Instruct-{quantization}.gguf" for quantization in ("Q4_K_M", "Q4_K_S", "IQ4_XS", "f16")),
     "llama-3.2-1b-instruct-q8_0.gguf",
     "Llama-3.2-1B-Instruct-UD-Q2_K_XL.gguf",
     "BF16/Llama-3.2-1B-Instruct-BF16-00001-of-00002.gguf",

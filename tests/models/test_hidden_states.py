@@ -110,13 +110,8 @@ def test_a_model_that_normalizes_after_its_trunk_gives_no_hidden_states() -> Non
     assert PagedModel(random_model(config)).hidden_problem is None
 
 
-def test_a_trunk_as_wide_as_the_vocabulary_gives_no_hidden_states() -> None:
+def test_a_trunk_as_wide_as_the_vocabulary_gives_no_embeddings() -> None:
     """The output might be the logits. The model still generates."""
-    paged = PagedModel(random_model({**configuration("llama"), "vocab_size": 32}))
-    assert paged.hidden_problem is not None and "as wide as its logits" in paged.hidden_problem
-
-
-def test_embeddings_are_refused_with_the_reason() -> None:
     config = {**configuration("llama"), "vocab_size": 32}
     loaded = LoadedModel(random_model(config), config, None, Path(), frozenset(), "x")  # type: ignore[arg-type]
     info = model_info(loaded, PagedModel(loaded.model))

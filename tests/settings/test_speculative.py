@@ -70,40 +70,35 @@ def test_a_file_may_have_an_object(tmp_path: Any) -> None:
     assert config is not None and config.num_speculative_tokens == 3
 
 
+FLAG = "--speculative-config"
+
+
 @pytest.mark.parametrize(
     ("given", "flag", "message"),
     [
-        ("{", "--speculative-config", "is not JSON"),
-        ("[" * 100_000, "--speculative-config", "is not JSON"),
-        ([], "--speculative-config", "must be a JSON object"),
-        ({"method": "ngram"}, "--speculative-config", "needs 'num_speculative_tokens'"),
-        ({"num_speculative_tokens": 3}, "--speculative-config", "needs 'method'"),
-        ({**GIVEN, "method": "eagle"}, "--speculative-config", "'eagle'; the methods are ngram, draft_model, mtp"),
-        ({**GIVEN, "method": ["ngram"]}, "--speculative-config", "the methods are ngram, draft_model, mtp"),
-        (
-            {**GIVEN, "method": "draft_model", "model": "m"},
-            "--speculative-config",
-            "has the unknown key 'prompt_lookup_max'",
-        ),
-        ({"method": "draft_model", "num_speculative_tokens": 3}, "--speculative-config", "needs 'model'"),
-        ({**DRAFT_MODEL, "model": ""}, "--speculative-config", "needs 'model'"),
+        ("{", FLAG, "is not JSON"),
+        ("[" * 100_000, FLAG, "is not JSON"),
+        ([], FLAG, "must be a JSON object"),
+        ({"method": "ngram"}, FLAG, "needs 'num_speculative_tokens'"),
+        ({"num_speculative_tokens": 3}, FLAG, "needs 'method'"),
+        ({**GIVEN, "method": "eagle"}, FLAG, "'eagle'; the methods are ngram, draft_model, mtp"),
+        ({**GIVEN, "method": ["ngram"]}, FLAG, "the methods are ngram, draft_model, mtp"),
+        ({**GIVEN, "method": "draft_model", "model": "m"}, FLAG, "has the unknown key 'prompt_lookup_max'"),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, FLAG, "needs 'model'"),
+        ({**DRAFT_MODEL, "model": ""}, FLAG, "needs 'model'"),
         ({**DRAFT_MODEL, "num_speculative_tokens": 0}, None, "at least 1"),
-        (
-            {**DRAFT_MODEL, "draft_tensor_parallel_size": 2},
-            "--speculative-config",
-            "has the unknown key 'draft_tensor_parallel_size'",
-        ),
-        ({**GIVEN, "model": "m"}, "--speculative-config", "has the unknown key 'model'"),
+        ({**DRAFT_MODEL, "draft_tensor_parallel_size": 2}, FLAG, "has the unknown key 'draft_tensor_parallel_size'"),
+        ({**GIVEN, "model": "m"}, FLAG, "has the unknown key 'model'"),
         ({**GIVEN, "num_speculative_tokens": 0}, None, "at least 1"),
         ({**GIVEN, "num_speculative_tokens": 65}, None, "at most 64"),
-        ({**GIVEN, "prompt_lookup_min": 5}, "--speculative-config", "prompt_lookup_min 5 is more than"),
+        ({**GIVEN, "prompt_lookup_min": 5}, FLAG, "prompt_lookup_min 5 is more than"),
         ({**GIVEN, "prompt_lookup_max": "x"}, None, "whole number"),
     ],
 )
 def test_refusals_name_the_flag(given: Any, flag: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         read(given)
-    assert "--speculative-config" in str(caught.value)
+    assert FLAG in str(caught.value)
     assert flag is None or caught.value.flag == flag
 
 

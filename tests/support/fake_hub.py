@@ -137,15 +137,20 @@ class FakeHub:
         return Answer(206 if match else 200, headers, file, first, end - first, sent)
 
 
+def use_endpoint(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the hub at a URL in this process in place of the configured hub."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    close_session()
+
+
 @contextlib.contextmanager
 def asked_hub(repos: dict[str, Repo], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """Start a hub and use it in this process in place of the configured hub."""
     with FakeHub(repos) as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        close_session()
+        use_endpoint(hub.url, monkeypatch)
         yield hub
         close_session()
 

@@ -21,7 +21,7 @@ WORDS = [
     "...", "!!!!", "a?b=c&d=e",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).flatmap(
-    lambda words: st.lists(st.sampled_from([*words, " "]), min_size=500, max_size=600).map("".join)
+    lambda words: st.lists(st.sampled_from([*words, " "]), min_size=200, max_size=250).map("".join)
 )
 
 

@@ -8,6 +8,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.text.prompt_boundaries import PromptBoundaries
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
 
 # As in Qwen's templates: an answer starts with reasoning, which is removed from the history.
 THINKING = (
@@ -49,15 +50,17 @@ def test_instructions_end_before_the_first_users_text() -> None:
     assert parts.num_instruction_tokens(tokenizer.encode("be brief")) == 0
 
 
+def recurrent_engine() -> SteppedEngine:
+    sizes = {"num_state_slots": 16, "max_num_seqs": 4, "block_size": 4, "num_blocks": 512, "max_model_len": 2048}
+    return tiny_engine(tokenizer=tiny_tokenizer(THINKING), architecture="qwen3_5", **sizes)
+
+
 def test_the_second_conversation_with_the_same_instructions_hits() -> None:
     """The second conversation may arrive later or at the same time."""
     system = {"role": "system", "content": "be brief " * 40}
     params = SamplingParams(temperature=0.0, max_tokens=4)
     for at_once in (False, True):
-        engine = tiny_engine(
-            tokenizer=tiny_tokenizer(THINKING), architecture="qwen3_5", num_state_slots=16, max_num_seqs=4,
-            block_size=4, num_blocks=512, max_model_len=2048,
-        )  # fmt: skip
+        engine = recurrent_engine()
         render = engine.tokenizer.apply_chat_template
         prompts = [render([system, {"role": "user", "content": text}]) for text in ("one", "another")]
         if at_once:
@@ -70,19 +73,11 @@ def test_the_second_conversation_with_the_same_instructions_hits() -> None:
 
 
 def test_a_chat_that_strips_reasoning_hits_up_to_the_last_message() -> None:
-    engine = tiny_engine(
-        tokenizer=tiny_tokenizer(THINKING),
-        architecture="qwen3_5",
-        num_state_slots=16,
-        max_num_seqs=4,
-        block_size=4,
-        num_blocks=512,
-        max_model_len=2048,
-    )
+    engine = recurrent_engine()
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     messages: list[dict[str, str]] = []
     lasting = 0  # tokens before the generation prompt of the previous prompt
-    for turn in range(5):
+    for turn in range(3):
         messages.append({"role": "user", "content": f"question {turn}, of some words"})
         prompt = engine.tokenizer.apply_chat_template(messages)
         (outputs,) = run_all(engine, [(prompt, params)])

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from metal_engine.checkpoints.gguf.architectures import Architecture, find_architecture
 from metal_engine.checkpoints.gguf.config import LONGROPE_FACTORS, ROPE_FREQS, gguf_config
-from metal_engine.checkpoints.gguf.header import GgufHeader, read_gguf_header
+from metal_engine.checkpoints.gguf.header import GgufHeader, header_of
 from metal_engine.checkpoints.gguf.weights import QuantizedTensor, load_tensor
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, short
 
@@ -28,12 +28,12 @@ _ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
 def load_gguf_model(
-    path: str | Path, dtype: mx.Dtype, dequantize: bool, divide: Callable[[nn.Module], None] | None = None
+    file: str | Path | GgufHeader, dtype: mx.Dtype, dequantize: bool, divide: Callable[[nn.Module], None] | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Load a checkpoint.
 
     Args:
-        path: path of a GGUF file.
+        file: path of a GGUF file, or its header.
         dtype: float32, float16 or bfloat16: type of all weights, or of the scales of weights that stay quantized.
         dequantize: True to dequantize types that MLX also has (``weights.KEPT``). Other types are always dequantized.
         divide: reduces the model to one rank's shard and computes its weights, which are lazy until then.
@@ -45,7 +45,7 @@ def load_gguf_model(
         UnsupportedModelError: the architecture, or a variant of it, is not supported.
         ModelLoadError: the file cannot be read, or its tensors do not match the architecture.
     """
-    header = read_gguf_header(path)
+    header = header_of(file)
     architecture = find_architecture(header)
     config = gguf_config(header)
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")

@@ -16,7 +16,7 @@ from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from metal_engine.checkpoints.gguf.header import GgufHeader, read_gguf_header
+from metal_engine.checkpoints.gguf.header import GgufHeader, header_of
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, short
 
 # End-of-turn tokens. Checkpoints have them as control tokens, but do not always name them in the metadata.
@@ -100,14 +100,14 @@ PRE_TOKENIZERS = {
 }
 
 
-def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """Create the tokenizer of a GGUF file, with its chat template.
+def load_gguf_tokenizer(file: str | Path | GgufHeader) -> PreTrainedTokenizerFast:
+    """Create the tokenizer of a GGUF file, given by its path or its header, with its chat template.
 
     Raises:
         UnsupportedModelError: the kind of tokenizer is not supported. A guess would give wrong tokens.
         ModelLoadError: the file cannot be read or a part is missing.
     """
-    header = read_gguf_header(path)
+    header = header_of(file)
     kind = header.require("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer, add_bos = _byte_level_bpe(header)

@@ -10,13 +10,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from metal_engine.checkpoints.demo import GGUF_SHA256
-from metal_engine.checkpoints.gguf.model import load_gguf_model
-from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+from metal_engine.text.tokenizer import Tokenizer
+from tests.support.gguf_files import last_logits
 from tools.fixtures.llama_cpp import TEXTS, LlamaCpp, make_fixture
 
 ROOT = Path(__file__).parents[3]
@@ -27,20 +26,6 @@ FIXTURE: dict[str, Any] = json.loads((ROOT / "tests/fixtures/llama_cpp_smollm2.j
 LOGITS_TOLERANCE = 5e-4
 
 
-@pytest.fixture(scope="module")
-def tokenizer(demo_path: Path) -> Any:
-    return load_gguf_tokenizer(demo_path)
-
-
-@pytest.fixture(scope="module")
-def model(demo_path: Path) -> Any:
-    return load_gguf_model(demo_path, mx.float32, dequantize=True)[0]
-
-
-def last_logits(model: Any, token_ids: list[int]) -> np.ndarray:
-    return np.array(model(mx.array([token_ids]))[0, -1])
-
-
 def test_fixture_is_of_the_demo_model() -> None:
     assert FIXTURE["model_sha256"] == GGUF_SHA256
     assert len(FIXTURE["texts"]) >= 30
@@ -48,7 +33,8 @@ def test_fixture_is_of_the_demo_model() -> None:
 
 
 @pytest.mark.parametrize("case", FIXTURE["texts"] + FIXTURE["prompts"], ids=lambda case: ascii(case["text"][:30]))
-def test_token_ids(tokenizer: Any, case: dict[str, Any]) -> None:
+def test_token_ids(demo_tokenizer: Tokenizer, case: dict[str, Any]) -> None:
+    tokenizer = demo_tokenizer.hf_tokenizer
     token_ids = tokenizer.encode(case["text"], add_special_tokens=False)
     assert token_ids == case["token_ids"]
     # The file does not add a BOS token.
@@ -57,8 +43,8 @@ def test_token_ids(tokenizer: Any, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", FIXTURE["prompts"], ids=lambda case: ascii(case["text"][:30]))
-def test_first_token_logits(model: Any, case: dict[str, Any]) -> None:
-    logits = last_logits(model, case["token_ids"])
+def test_first_token_logits(reference_model: Any, case: dict[str, Any]) -> None:
+    logits = last_logits(reference_model, case["token_ids"])
     assert np.abs(logits[case["top_ids"]] - case["top_logits"]).max() < LOGITS_TOLERANCE
     # No other logit exceeds the last of the top logits.
     others = np.delete(logits, case["top_ids"])
@@ -83,7 +69,7 @@ def test_fixture_is_what_llama_cpp_says(demo_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_random_texts_and_prompts_live(demo_path: Path, tokenizer: Any, model: Any) -> None:
+def test_random_texts_and_prompts_live(demo_path: Path, demo_tokenizer: Tokenizer, reference_model: Any) -> None:
     """Random mixtures of pieces of the texts: 500 are tokenized, and the first 10 run through both models."""
     llama = LlamaCpp(demo_path)
     generator = random.Random(0)
@@ -97,7 +83,7 @@ def test_random_texts_and_prompts_live(demo_path: Path, tokenizer: Any, model: A
         ]
         text = "".join(pieces)
         token_ids = llama.tokenize(text)
-        assert tokenizer.encode(text) == token_ids, text
+        assert demo_tokenizer.encode(text) == token_ids, text
         if number < 10:
-            difference = np.abs(last_logits(model, token_ids) - llama.logits(token_ids))
+            difference = np.abs(last_logits(reference_model, token_ids) - llama.logits(token_ids))
             assert difference.max() < LOGITS_TOLERANCE, text

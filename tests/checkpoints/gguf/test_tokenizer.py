@@ -6,6 +6,7 @@ import io
 import json
 import unicodedata
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.errors import ModelLoadError, UnsupportedModelError
+from tests.support.gguf_files import finish
 
 FIXTURE = Path(__file__).parents[2] / "fixtures/llama_cpp_smollm2.json"
 TEXTS: list[str] = [case["text"] for case in json.loads(FIXTURE.read_text())["texts"]]
@@ -28,10 +30,14 @@ LLAMA_CPP: dict[str, Any] = json.loads((FIXTURE.parent / "llama_cpp_tokenizers.j
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def train_byte_level(split: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return vocabulary and merges of a small byte-level BPE. Special tokens come last."""
+Words = tuple[dict[str, int], list[tuple[str, str]]]  # vocabulary and merges
+
+
+@cache
+def trained(*, use_regex: bool = True) -> Words:
+    """Return a small byte-level BPE. Special tokens come last."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = split
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([text for text in TEXTS if "<|" not in text] * 3, trainer)
@@ -42,10 +48,19 @@ def train_byte_level(split: Any) -> tuple[dict[str, int], list[tuple[str, str]]]
     return vocab, [tuple(merge) for merge in model["merges"]]
 
 
-def write_byte_level(
-    path: Path, pre: str | None, vocab: dict[str, int], merges: list[tuple[str, str]], **special: Any
-) -> Path:
-    writer = GGUFWriter(path, "llama")
+def id_of(token: str) -> int:
+    return trained()[0][token]
+
+
+OF_LLAMA_CPP: Words = (
+    {token: i for i, token in enumerate(LLAMA_CPP["tokens"])},
+    [tuple(merge.split(" ")) for merge in LLAMA_CPP["merges"]],
+)
+
+
+def write_byte_level(folder: Path, pre: str | None, words: Words | None = None, **special: Any) -> Path:
+    vocab, merges = words or trained()
+    writer = GGUFWriter(folder / "t.gguf", "llama")
     writer.add_tokenizer_model("gpt2")
     if pre is not None:
         writer.add_tokenizer_pre(pre)
@@ -60,15 +75,7 @@ def write_byte_level(
             writer.add_bool(f"tokenizer.ggml.{key}", special[key])
     if "chat_template" in special:
         writer.add_chat_template(special["chat_template"])
-    return finish(writer, path)
-
-
-def finish(writer: GGUFWriter, path: Path) -> Path:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, folder / "t.gguf")
 
 
 def gpt2_oracle(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
@@ -97,9 +104,9 @@ def llama3_oracle(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
 )
 def test_pre_tokenizers(tmp_path: Path, pre: str, oracle: Callable[..., Any]) -> None:
     # Trained with a split only between words, so that the vocabulary has merges that the rules must avoid.
-    vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    path = write_byte_level(tmp_path / "t.gguf", pre, vocab, merges, add_bos_token=False)
-    ours, theirs = load_gguf_tokenizer(path), oracle(vocab, merges)
+    words = trained(use_regex=False)
+    ours = load_gguf_tokenizer(write_byte_level(tmp_path, pre, words, add_bos_token=False))
+    theirs = oracle(*words)
     theirs.add_special_tokens(SPECIAL if isinstance(theirs, Tokenizer) else {"additional_special_tokens": SPECIAL})
     for text in TEXTS:
         expected = theirs.encode(text)
@@ -113,49 +120,44 @@ def test_pre_tokenizers(tmp_path: Path, pre: str, oracle: Callable[..., Any]) ->
     + [(pre, {"add_bos_token": value}, value) for pre in ("gpt-2", "llama-bpe") for value in (True, False)],
 )  # fmt: skip
 def test_bos(tmp_path: Path, pre: str, says: dict[str, bool], added: bool) -> None:
-    vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
-    tokenizer = load_gguf_tokenizer(write_byte_level(tmp_path / "t.gguf", pre, vocab, merges, **says))
+    tokenizer = load_gguf_tokenizer(write_byte_level(tmp_path, pre, **says))
     bare = tokenizer.encode("Hello world", add_special_tokens=False)
-    bos = [vocab["<|im_start|>"]] if added else []
+    bos = [id_of("<|im_start|>")] if added else []
     assert tokenizer.encode("Hello world") == bos + bare
     assert tokenizer.bos_token == "<|im_start|>"
 
 
 def test_eos_is_appended_when_the_file_says_so(tmp_path: Path) -> None:
-    vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
-    path = write_byte_level(tmp_path / "t.gguf", "gpt-2", vocab, merges, add_eos_token=True)
-    assert load_gguf_tokenizer(path).encode("Hi")[-1] == vocab["<|im_end|>"]
+    path = write_byte_level(tmp_path, "gpt-2", add_eos_token=True)
+    assert load_gguf_tokenizer(path).encode("Hi")[-1] == id_of("<|im_end|>")
 
 
 def test_special_tokens_and_chat_template(tmp_path: Path) -> None:
-    vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    path = write_byte_level(tmp_path / "t.gguf", "smollm", vocab, merges, chat_template=template)
+    path = write_byte_level(tmp_path, "smollm", chat_template=template)
     tokenizer = load_gguf_tokenizer(path)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert text == "<|im_start|>user\nHi<|im_end|>\n"
     ids = tokenizer.encode(text)
-    assert ids[0] == vocab["<|im_start|>"]
-    assert vocab["<|im_end|>"] in ids
+    assert ids[0] == id_of("<|im_start|>")
+    assert id_of("<|im_end|>") in ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == "user\nHi\n"
-    assert len(tokenizer) == len(vocab)
+    assert len(tokenizer) == len(trained()[0])
 
 
 @pytest.mark.parametrize("eos", ["<|endoftext|>", "<|im_end|>"])
 def test_eos_token_ids(tmp_path: Path, eos: str) -> None:
     """Generation ends at both end-of-sequence tokens, even if the file names only one of them."""
-    vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
-    path = write_byte_level(tmp_path / "t.gguf", "smollm", vocab, merges, eos=vocab[eos])
-    expected = sorted([vocab["<|endoftext|>"], vocab["<|im_end|>"]])
+    path = write_byte_level(tmp_path, "smollm", eos=id_of(eos))
+    expected = sorted([id_of("<|endoftext|>"), id_of("<|im_end|>")])
     assert gguf_eos_token_ids(read_gguf_header(path)) == expected
     assert load_gguf_tokenizer(path).eos_token == eos
 
 
 @pytest.mark.parametrize(("pre", "word"), [("some-new-bpe", "'some-new-bpe'"), (None, "no pre-tokenizer")])
 def test_unknown_pre_tokenizer_is_an_error(tmp_path: Path, pre: str | None, word: str) -> None:
-    vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
     with pytest.raises(UnsupportedModelError) as caught:
-        load_gguf_tokenizer(write_byte_level(tmp_path / "t.gguf", pre, vocab, merges))
+        load_gguf_tokenizer(write_byte_level(tmp_path, pre))
     assert word in str(caught.value)
     assert "--tokenizer" in str(caught.value)
 
@@ -172,9 +174,7 @@ def test_unknown_kind_is_an_error(tmp_path: Path, model: str | None, error: type
 @pytest.mark.parametrize("pre", LLAMA_CPP["ids"])
 def test_token_ids_are_llama_cpps(tmp_path: Path, pre: str) -> None:
     """Every name of a pre-tokenizer, with tokens that span words, digits and line breaks."""
-    vocab = {token: i for i, token in enumerate(LLAMA_CPP["tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in LLAMA_CPP["merges"]]
-    ours = load_gguf_tokenizer(write_byte_level(tmp_path / "t.gguf", pre, vocab, merges, add_bos_token=False))
+    ours = load_gguf_tokenizer(write_byte_level(tmp_path, pre, OF_LLAMA_CPP, add_bos_token=False))
     normalizes = ours.backend_tokenizer.normalizer is not None
     for text, expected in zip(LLAMA_CPP["texts"], LLAMA_CPP["ids"][pre], strict=True):
         # Qwen's own tokenizer composes characters first (NFC), and llama.cpp does not. We follow Qwen.
@@ -200,9 +200,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("pre", PUBLISHED)
 def test_words_are_those_of_the_published_pattern(tmp_path: Path, pre: str) -> None:
     """``regex`` is an independent implementation of regular expressions."""
-    vocab = {token: i for i, token in enumerate(LLAMA_CPP["tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in LLAMA_CPP["merges"]]
-    ours = load_gguf_tokenizer(write_byte_level(tmp_path / "t.gguf", pre, vocab, merges, add_bos_token=False))
+    ours = load_gguf_tokenizer(write_byte_level(tmp_path, pre, OF_LLAMA_CPP, add_bos_token=False))
     split = ours.backend_tokenizer.pre_tokenizer
     for text in [*TEXTS, "// a!\n/b\n\n//c", "helloWorld HTTPServer don'T 12345"]:
         words = [text[start:end] for _, (start, end) in split.pre_tokenize_str(text)]
