@@ -54,7 +54,7 @@ def test_every_format_has_cases() -> None:
     assert len({str(case) for case in CASES}) == len(CASES)
 
 
-EVERY = [3, pytest.param(1, marks=pytest.mark.full)]  # distance of the cuts between two pieces
+EVERY = [7, pytest.param(1, marks=pytest.mark.full)]  # distance of the cuts between two pieces
 
 
 @pytest.mark.parametrize("every", EVERY)

@@ -13,7 +13,7 @@ from metal_engine.answers.deltas import ArgumentsDelta, CallStart, TextDelta
 from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.settings.format_names import TOOL_PARSER_ALIASES, TOOL_PARSERS
 from tests.support.splitting import THINK, answer_format, cuts, deltas, run
-from tests.support.tool_formats import MALFORMED, RECORDED, TOOLS, TRAINS, WEATHER
+from tests.support.tool_formats import MALFORMED, RECORDED, TOOLS, TRAINS
 
 
 def test_every_parser_of_mlx_lm_is_known_and_tested() -> None:
@@ -145,12 +145,16 @@ def test_calls_of_nothing(body: str) -> None:
     assert run(MarkSplitter(answer_format("json_tools"), TOOLS), [text])[:3] == (text, "", [])
 
 
-@pytest.mark.parametrize("incremental", [False, True])
-def test_only_one_call_if_told_so(incremental: bool) -> None:
-    recorded = RECORDED[0]
-    for parts in cuts(recorded.text):
-        splitter = MarkSplitter(answer_format("json_tools"), TOOLS, parallel=False, incremental=incremental)
-        assert run(splitter, parts)[2] == [WEATHER]
+CALL = '{"name": "find_trains", "arguments": {"city": "Rome"}}'
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("text", [f"<tool_call>{CALL}\n{CALL}</tool_call>", f"<tool_call>{CALL}</tool_call>\n" * 2])
+def test_several_calls(text: str, parallel: bool) -> None:
+    for incremental in (False, True):
+        for parts in cuts(text):
+            splitter = MarkSplitter(answer_format("json_tools"), TOOLS, parallel=parallel, incremental=incremental)
+            assert run(splitter, parts)[2] == [TRAINS] * (2 if parallel else 1)
 
 
 def test_without_tools_calls_are_text() -> None:
@@ -200,19 +204,9 @@ def test_prose_about_calls_is_not_held_back_within_reasoning() -> None:
 
 
 def test_a_string_without_an_end_does_not_hide_later_calls() -> None:
-    text = '<tool_call>{"name": "find_trains", "arguments": {"city": "a}}</tool_call>'
-    call = '<tool_call>{"name": "find_trains", "arguments": {"city": "Rome"}}</tool_call>'
-    for parts in cuts(text + call):
+    text = CALL.replace('Rome"', "a").join(["<tool_call>", "</tool_call>"])
+    for parts in cuts(f"{text}<tool_call>{CALL}</tool_call>"):
         assert run(MarkSplitter(answer_format("json_tools"), TOOLS), parts)[:3] == (text, "", [TRAINS])
-
-
-@pytest.mark.parametrize("parallel", [True, False])
-def test_one_call_of_several_objects(parallel: bool) -> None:
-    call = '{"name": "find_trains", "arguments": {"city": "Rome"}}'
-    for incremental in (False, True):
-        for parts in cuts(f"<tool_call>{call}\n{call}</tool_call>"):
-            splitter = MarkSplitter(answer_format("json_tools"), TOOLS, parallel=parallel, incremental=incremental)
-            assert run(splitter, parts)[2] == [TRAINS] * (2 if parallel else 1)
 
 
 REPEATED_IDS = [

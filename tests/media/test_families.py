@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,15 +35,27 @@ def tokenizer(*marks: str) -> PreTrainedTokenizerFast:
 Golden = Callable[[str, list[Image.Image]], dict[str, np.ndarray]]
 
 
+def golden_of(processor: Any, *, nested: bool = False, **options: Any) -> Golden:
+    """Return the arrays of a model's own processor. ``nested`` if it takes a list of images for each text."""
+
+    def golden(text: str, images: list[Image.Image]) -> dict[str, np.ndarray]:
+        found = processor(text=[text], images=[images] if nested else images, **options)
+        return {name: np.asarray(value) for name, value in found.items() if not name.startswith("_")}
+
+    return golden
+
+
 class Case:
     """Image processing of a tiny checkpoint, and the model's own processor.
 
     Attributes:
-        marker: text of an image in a prompt.
+        marker: text of an image in a prompt, by default ``image``.
     """
 
-    def __init__(self, hf: PreTrainedTokenizerFast, image: str, marker: str, golden: Golden, **vision: Any) -> None:
-        self.hf, self.marker, self.golden = hf, marker, golden
+    def __init__(
+        self, hf: PreTrainedTokenizerFast, image: str, golden: Golden, *, marker: str = "", **vision: Any
+    ) -> None:
+        self.hf, self.marker, self.golden = hf, marker or image, golden
         self.vision = VisionConfig(image_token_id=hf.convert_tokens_to_ids(image), **vision)
         self.family: ImageFamily = find_family(self.vision, None)
         self._tokenizer = Tokenizer(hf)
@@ -62,8 +75,8 @@ class Case:
         return ImageProcessing(self.vision, encode).insert(encode(text), images)
 
 
-def arrays(found: Any) -> dict[str, np.ndarray]:
-    return {name: np.asarray(value) for name, value in found.items() if not name.startswith("_")}
+AS_NUMPY = {"return_tensors": "np"}
+PATCHES = {"patch_size": 4, "merge_size": 2}
 
 
 def qwen3_vl() -> Case:
@@ -71,23 +84,12 @@ def qwen3_vl() -> Case:
     hf = tokenizer("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
     own = module.Qwen3VLImageProcessor(patch_size=4, min_pixels=8 * 8, max_pixels=64 * 64)
     processor = module.Qwen3VLProcessor(own, hf, module.Qwen3VLVideoProcessor(patch_size=4), chat_template=None)
-    return Case(
-        hf,
-        "<|image_pad|>",
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        lambda text, images: arrays(processor(text=[text], images=images, return_tensors="np")),
-        family="qwen3_vl",
-        processor={
-            "patch_size": 4,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-            "size": {"shortest_edge": 64, "longest_edge": 64 * 64},
-            "image_mean": [0.5] * 3,
-            "image_std": [0.5] * 3,
-        },
-        patch_size=4,
-        merge_size=2,
-    )
+    settings = {
+        **PATCHES, "temporal_patch_size": 2, "size": {"shortest_edge": 64, "longest_edge": 64 * 64},
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    }  # fmt: skip
+    golden, marker = golden_of(processor, **AS_NUMPY), "<|vision_start|><|image_pad|><|vision_end|>"
+    return Case(hf, "<|image_pad|>", golden, marker=marker, family="qwen3_vl", processor=settings, **PATCHES)
 
 
 def qwen2_5_vl() -> Case:
@@ -95,18 +97,11 @@ def qwen2_5_vl() -> Case:
     module = pytest.importorskip("mlx_vlm.models.qwen3_vl.processing_qwen3_vl")
     case = qwen3_vl()
     mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-    own = module.Qwen3VLImageProcessor(patch_size=4, min_pixels=256, max_pixels=2048, image_mean=mean, image_std=std)
-    processor = module.Qwen3VLProcessor(own, case.hf, module.Qwen3VLVideoProcessor(patch_size=4), chat_template=None)
-    return Case(
-        case.hf,
-        "<|image_pad|>",
-        case.marker,
-        lambda text, images: arrays(processor(text=[text], images=images, return_tensors="np")),
-        family="qwen2_5_vl",
-        processor={"patch_size": 4, "min_pixels": 256, "max_pixels": 2048, "image_mean": mean, "image_std": std},
-        patch_size=4,
-        merge_size=2,
-    )
+    settings = {"patch_size": 4, "min_pixels": 256, "max_pixels": 2048, "image_mean": mean, "image_std": std}
+    own, videos = module.Qwen3VLImageProcessor(**settings), module.Qwen3VLVideoProcessor(patch_size=4)
+    golden = golden_of(module.Qwen3VLProcessor(own, case.hf, videos, chat_template=None), **AS_NUMPY)
+    options = {"marker": case.marker, "family": "qwen2_5_vl", "processor": settings, **PATCHES}
+    return Case(case.hf, "<|image_pad|>", golden, **options)
 
 
 def llava() -> Case:
@@ -114,36 +109,19 @@ def llava() -> Case:
     from transformers.models.llava.processing_llava import LlavaProcessor
 
     settings = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
-    hf = tokenizer("<image>")
-    own = CLIPImageProcessorPil(**settings)
+    hf, own = tokenizer("<image>"), CLIPImageProcessorPil(**settings)
     options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    processor = LlavaProcessor(own, hf, patch_size=4, **options)
-    return Case(
-        hf,
-        "<image>",
-        "<image>",
-        lambda text, images: arrays(processor(text=[text], images=images, return_tensors="np")),
-        family="llava",
-        processor={"image_processor_type": "CLIPImageProcessor", **settings},
-        num_features=64,
-    )
+    golden = golden_of(LlavaProcessor(own, hf, patch_size=4, **options), **AS_NUMPY)
+    processor = {"image_processor_type": "CLIPImageProcessor", **settings}
+    return Case(hf, "<image>", golden, family="llava", processor=processor, num_features=64)
 
 
 def mistral3() -> Case:
     module = pytest.importorskip("mlx_vlm.models.mistral3.processing_mistral3")
-    hf = tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]")
-    own = module.PixtralImageProcessor(size={"longest_edge": 64}, patch_size=4)
-    processor = module.Mistral3Processor(own, hf, patch_size=4, spatial_merge_size=2)
-    return Case(
-        hf,
-        "[IMG]",
-        "[IMG]",
-        lambda text, images: arrays(processor(text=[text], images=images, return_tensors="np")),
-        family="mistral3",
-        processor={"size": {"longest_edge": 64}, "patch_size": 4},
-        patch_size=4,
-        merge_size=2,
-    )
+    hf, settings = tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]"), {"size": {"longest_edge": 64}, "patch_size": 4}
+    own = module.PixtralImageProcessor(**settings)
+    golden = golden_of(module.Mistral3Processor(own, hf, patch_size=4, spatial_merge_size=2), **AS_NUMPY)
+    return Case(hf, "[IMG]", golden, family="mistral3", processor=settings, **PATCHES)
 
 
 def idefics3() -> Case:
@@ -154,41 +132,25 @@ def idefics3() -> Case:
     rows = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
     hf = tokenizer("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *rows)
     processor = Idefics3Processor(Idefics3ImageProcessorPil(**settings), hf, image_seq_len=16)
-    return Case(
-        hf,
-        "<image>",
-        "<image>",
-        lambda text, images: arrays(processor(text=[text], images=[images], return_tensors="np")),
-        family="idefics3",
-        processor=settings,
-        num_features=16,
-    )
+    golden = golden_of(processor, nested=True, **AS_NUMPY)
+    return Case(hf, "<image>", golden, family="idefics3", processor=settings, num_features=16)
 
 
 def internvl(family: str = "internvl") -> Case:
     """The settings as the reader of checkpoints completes them."""
-    module = pytest.importorskip(
-        f"mlx_vlm.models.{family}.{'processing_internvl' if family == 'internvl' else 'processor'}"
-    )
-    hf = tokenizer("<img>", "</img>", "<IMG_CONTEXT>")
-    own = module.InternVLImageProcessor(size=32, dynamic_max_num=6)
+    name = "processing_internvl" if family == "internvl" else "processor"
+    module = pytest.importorskip(f"mlx_vlm.models.{family}.{name}")
+    hf, own = tokenizer("<img>", "</img>", "<IMG_CONTEXT>"), module.InternVLImageProcessor(size=32, dynamic_max_num=6)
     kind = module.InternVLProcessor if family == "internvl" else module.InternVLChatProcessor
-    processor = kind(own, hf, num_image_token=16)
     mark = "<IMG_CONTEXT>" if family == "internvl" else "<image>"  # mlx-vlm's, in the prompt
+    golden = golden_of(kind(own, hf, num_image_token=16))
+    settings = {
+        "size": {"height": 32, "width": 32}, "crop_to_patches": True, "max_patches": 6,
+        "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
+    }  # fmt: skip
+    options = {"family": family, "processor": settings, "num_features": 16}
     return Case(
-        hf,
-        "<IMG_CONTEXT>",
-        "<IMG_CONTEXT>",
-        lambda text, images: arrays(processor(text=[text.replace("<IMG_CONTEXT>", mark)], images=images)),
-        family=family,
-        processor={
-            "size": {"height": 32, "width": 32},
-            "crop_to_patches": True,
-            "max_patches": 6,
-            "image_mean": [0.485, 0.456, 0.406],
-            "image_std": [0.229, 0.224, 0.225],
-        },
-        num_features=16,
+        hf, "<IMG_CONTEXT>", lambda text, images: golden(text.replace("<IMG_CONTEXT>", mark), images), **options
     )
 
 
@@ -201,32 +163,23 @@ def lfm2_vl() -> Case:
         "tile_size": 32, "resample": 2, "max_tiles": 6,
     }  # fmt: skip
     processor = module.Lfm2VlProcessor(module.Lfm2VlNumpyImageProcessor(**settings), hf)
-    return Case(
-        hf,
-        "<image>",
-        "<image>",
-        lambda text, images: arrays(processor(text=[text], images=[images], return_tensors="np")),
-        family="lfm2_vl",
-        processor=settings,
-    )
+    return Case(hf, "<image>", golden_of(processor, nested=True, **AS_NUMPY), family="lfm2_vl", processor=settings)
 
 
 def kimi_vl(pad_input: bool = False) -> Case:
     module = pytest.importorskip("mlx_vlm.models.kimi_vl.processing_kimi_vl")
     hf = tokenizer("<|media_start|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
     settings = {"patch_size": 4, "in_token_limit": 256, "pad_input": pad_input}
-    own = module.KimiVLImageProcessor(**settings)
-    processor = module.KimiVLProcessor(own, hf)
-    return Case(
-        hf,
-        "<|media_pad|>",
-        "<|media_start|>image<|media_content|><|media_pad|><|media_end|>",
-        lambda text, images: arrays(processor(text=[text], images=images)),
-        family="kimi_vl",
-        processor=settings,
-        patch_size=4,
-        merge_size=2,
-    )
+    golden = golden_of(module.KimiVLProcessor(module.KimiVLImageProcessor(**settings), hf))
+    marker = "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"
+    return Case(hf, "<|media_pad|>", golden, marker=marker, family="kimi_vl", processor=settings, **PATCHES)
+
+
+def with_marks(hf: PreTrainedTokenizerFast, image: str, boi: str, eoi: str) -> PreTrainedTokenizerFast:
+    """Set the fields that Gemma's processors read."""
+    hf.image_token, hf.boi_token, hf.eoi_token = image, boi, eoi
+    hf.image_token_id = hf.convert_tokens_to_ids(image)
+    return hf
 
 
 def gemma3() -> Case:
@@ -234,35 +187,21 @@ def gemma3() -> Case:
     module = pytest.importorskip("mlx_vlm.models.gemma3.processing_gemma3")
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-    marks = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    hf = tokenizer(*marks.values(), *("\n" * count for count in range(1, 8)))
-    for name, mark in marks.items():
-        setattr(hf, name, mark)
-    hf.image_token_id = hf.convert_tokens_to_ids("<image_soft_token>")
+    marks = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+    hf = with_marks(tokenizer(*marks, *("\n" * count for count in range(1, 8))), *marks)
     settings = {"size": {"height": 32, "width": 32}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     own = Gemma3ImageProcessorPil(**settings)
     own.fetch_images = lambda images: images
-    processor = module.Gemma3Processor(own, hf, image_seq_length=16)
-    return Case(
-        hf,
-        "<image_soft_token>",
-        "<start_of_image>",
-        lambda text, images: arrays(processor(text=[text], images=[images], return_tensors="np")),
-        family="gemma3",
-        processor=settings,
-        placeholder_token_id=hf.convert_tokens_to_ids("<start_of_image>"),
-        num_features=16,
-        sees_itself="every layer",
-    )
+    golden = golden_of(module.Gemma3Processor(own, hf, image_seq_length=16), nested=True, **AS_NUMPY)
+    placeholder = {"marker": marks[1], "placeholder_token_id": hf.convert_tokens_to_ids(marks[1])}
+    options = {"family": "gemma3", "processor": settings, "num_features": 16, "sees_itself": "every layer"}
+    return Case(hf, marks[0], golden, **placeholder, **options)
 
 
 def gemma4() -> Case:
     module = pytest.importorskip("mlx_vlm.models.gemma4.processing_gemma4")
-    marks = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
-    hf = tokenizer(*marks.values())
-    for name, mark in marks.items():
-        setattr(hf, name, mark)
-    hf.image_token_id = hf.convert_tokens_to_ids("<|image|>")
+    marks = ("<|image|>", "<|image>", "<image|>")
+    hf = with_marks(tokenizer(*marks), *marks)
     settings = {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3}
     processor = module.Gemma4Processor(module.Gemma4ImageProcessor(**settings), hf)
 
@@ -276,15 +215,20 @@ def gemma4() -> Case:
         ids = np.asarray(found["input_ids"])
         return {"input_ids": ids, "pixel_values": patches, "image_position_ids": np.array([positions])}
 
-    return Case(
-        hf, "<|image|>", "<|image|>", golden, family="gemma4", processor=settings, sees_itself="layers with windows"
-    )
+    return Case(hf, marks[0], golden, family="gemma4", processor=settings, sees_itself="layers with windows")
 
 
 CASES: dict[str, Callable[[], Case]] = {
     one.__name__: one
     for one in (qwen3_vl, qwen2_5_vl, llava, mistral3, idefics3, internvl, lfm2_vl, kimi_vl, gemma3, gemma4)
 } | {"padded kimi_vl": lambda: kimi_vl(pad_input=True), "internvl_chat": lambda: internvl("internvl_chat")}
+
+
+@cache
+def case_of(name: str) -> Case:
+    return CASES[name]()
+
+
 # Names that the golden processors give to arrays besides the inputs of the encoder.
 NO_INPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "image_token_id", "image_rows", "image_cols"}
 
@@ -304,7 +248,7 @@ def check_inputs(golden: dict[str, np.ndarray], loaded: LoadedImage) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_image_equals_the_models_processor(name: str) -> None:
-    case = CASES[name]()
+    case = case_of(name)
     for seed, size in enumerate(SIZES):
         one = picture(*size, seed)
         text = f"what?\n{case.marker}\nthe"
@@ -317,7 +261,7 @@ def test_one_image_equals_the_models_processor(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_several_images_equal_the_models_processor(name: str) -> None:
-    case = CASES[name]()
+    case = case_of(name)
     images = [picture(*size, seed) for seed, size in enumerate([(64, 48), (40, 88), (64, 48)])]
     text = f"{case.marker}one{case.marker}{case.marker}\nand more"
     loaded = case.load(images)
@@ -331,17 +275,11 @@ def test_several_images_equal_the_models_processor(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
 def test_axes_equal_the_models_positions(name: str) -> None:
     language = pytest.importorskip(f"mlx_vlm.models.{name}.language")
-    config = pytest.importorskip(f"mlx_vlm.models.{name}.config")
     import mlx.core as mx
 
-    case = CASES[name]()
-    hf = case.hf
-    marks = {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-    }
-    ids_of_marks = {field: hf.convert_tokens_to_ids(mark) for field, mark in marks.items()}
+    case = case_of(name)
+    marks = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>"}
+    ids_of_marks = {f"{field}_token_id": case.hf.convert_tokens_to_ids(mark) for field, mark in marks.items()}
 
     class Model:
         """The fields that the computation of positions reads."""
@@ -359,31 +297,26 @@ def test_axes_equal_the_models_positions(name: str) -> None:
         assert inserted.axes is not None
         assert np.array_equal(inserted.axes.prompt, np.array(positions)[:, 0])
         assert inserted.axes.delta == int(np.array(delta).item())
-    assert config is not None
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_limits_bound_the_tokens(name: str) -> None:
-    case = CASES[name]()
+    case = case_of(name)
     for most in (70, 140) if name == "gemma4" else (20, 40, 100):
         family = find_family(case.vision, most)
         for size in SIZES:
             grid = tuple(family.grid(*size))
             found, _ = family.inputs(picture(*size))
             assert found == grid
-            if name not in (
-                "llava",
-                "gemma3",
-                "idefics3",
-                "padded kimi_vl",
-            ):  # one size, whole tiles, and padding beyond the limit
+            # These families have one size, whole tiles, or padding beyond the limit.
+            if name not in ("llava", "gemma3", "idefics3", "padded kimi_vl"):
                 assert family.num_tokens(grid) <= most
 
 
 @pytest.mark.parametrize("limit", [None, 100])
 @pytest.mark.parametrize("name", CASES)
 def test_the_largest_image(name: str, limit: int | None) -> None:
-    family = find_family(CASES[name]().vision, limit)
+    family = find_family(case_of(name).vision, limit)
     sizes = [(side, round(side * ratio)) for side in (100, 300, 900) for ratio in np.geomspace(0.1, 10, 60)]
     if name == "padded kimi_vl":
         sizes.append((2040, 2))  # padding makes the narrowest image the largest
@@ -395,6 +328,6 @@ def test_the_largest_image(name: str, limit: int | None) -> None:
 
 
 def test_every_family_is_tested() -> None:
-    tested = {CASES[name]().vision.family for name in CASES}
+    tested = {case_of(name).vision.family for name in CASES}
     alike = {"qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "pixtral", "smolvlm", "lfm2-vl"}
     assert tested | alike == FAMILIES

@@ -77,10 +77,8 @@ def test_every_kind_of_png_is_shown_on_white(bits: int, kind: int) -> None:
     colors, alpha, chunks = values / most, np.ones((16, 16, 1)), []
     if kind in (GRAY, RGB):
         transparent = values[0, 0]
-        values[1, :8], values[1, 8:] = (
-            transparent,
-            transparent ^ 1,
-        )  # a neighbor is opaque, also if its high bytes agree
+        # A neighbor is opaque, also if its high bytes agree.
+        values[1, :8], values[1, 8:] = transparent, transparent ^ 1
         colors = values / most
         alpha = 1.0 - (values == transparent).all(axis=-1, keepdims=True)
         chunks = [png_chunk(b"tRNS", transparent.astype(">u2").tobytes())]
@@ -103,9 +101,8 @@ def test_cmyk_is_converted() -> None:
 def test_an_animation_shows_its_first_frame() -> None:
     frames = [Image.new("RGB", (8, 8), (k * 40, 0, 0)) for k in range(4)]
     for kind in ("GIF", "PNG", "WEBP"):
-        data = encoded(
-            frames[1], kind, save_all=True, append_images=frames[2:], **({"lossless": True} if kind == "WEBP" else {})
-        )
+        lossless = {"lossless": True} if kind == "WEBP" else {}
+        data = encoded(frames[1], kind, save_all=True, append_images=frames[2:], **lossless)
         assert opened(data)[0, 0].tolist() == [40, 0, 0]
 
 

@@ -34,19 +34,10 @@ def test_wrong_base64_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> 
             decode_base64(text)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "picture.png",
-        "file:///etc/passwd",
-        "data:image/png,abc",
-        "data:;utf8,<svg/>",
-        "ftp://a/b",
-        "javascript:1",
-        f"data:{';a=b' * 400};base64,aGk=",
-    ],
-)
+@pytest.mark.parametrize("url", [
+    *("", "picture.png", "file:///etc/passwd", "data:image/png,abc", "data:;utf8,<svg/>", "ftp://a/b", "javascript:1"),
+    f"data:{';a=b' * 400};base64,aGk=",
+])  # fmt: skip
 def test_other_urls_are_refused(url: str) -> None:
     for allowed in (("a",), ()):
         with pytest.raises(SourceError, match="data URL") as caught:

@@ -9,11 +9,9 @@ import weakref
 import pytest
 
 from metal_engine.cli.serve_multi_model import load_named
-from metal_engine.errors import InsufficientMemoryError, ModelLoadError, ModelTooLargeError
-from metal_engine.model_pool.model_entry import LoadedEngine, ModelState
-from metal_engine.model_pool.registry import RegistryClosedError
+from metal_engine.errors import InsufficientMemoryError, ModelLoadError
+from metal_engine.model_pool.model_entry import LoadedEngine
 from tests.support.registry import RegistryOfFakes, until, with_fakes
-from tools.fixtures.fake_engine import Death
 
 
 @with_fakes()
@@ -56,44 +54,6 @@ async def test_hundreds_of_requests_over_three_models_with_room_for_two(made: Re
         await asyncio.gather(*waves[i : i + 3])
     made.check()
     assert all(one.num_leases == 0 and one.load is None for one in made.registry.entries)
-
-
-@with_fakes()
-async def test_others_are_served_while_one_is_loaded(made: RegistryOfFakes) -> None:
-    await made.ask("a", [1])
-    made.models["b"].gate.clear()
-    waiting = asyncio.ensure_future(made.ask("b", [2]))
-    await until(made.models["b"].began.is_set, "loading")
-    for i in range(20):
-        assert await made.ask("a", [i]) == made.answer("a", [i])
-    assert not waiting.done() and made["b"].state is ModelState.LOADING
-    made.models["b"].gate.set()
-    assert await waiting == made.answer("b", [2])
-
-
-@with_fakes()
-async def test_a_model_that_cannot_be_loaded_takes_nobody_with_it(made: RegistryOfFakes) -> None:
-    await made.ask("a", [1])
-    made.models["b"].problem = "its weights are cut short"
-    for _ in range(2):
-        asked = [made.ask("b", [i]) for i in range(3)]
-        told = await asyncio.gather(*asked, return_exceptions=True)
-        assert all(isinstance(one, ModelLoadError) and "cut short" in str(one) for one in told)
-    assert made["b"].num_bytes == 0 and "cut short" in (made["b"].error or "")
-    assert await made.ask("a", [5]) == made.answer("a", [5])
-    made.models["b"].problem = None
-    assert await made.ask("b", [5]) == made.answer("b", [5])
-    assert made["b"].error is None and made.loaded == "ab"
-
-
-@with_fakes()
-async def test_what_never_fits_is_told_with_what_is_missing(made: RegistryOfFakes) -> None:
-    await made.ask("a", [1])
-    made.models["c"].num_bytes = (2 << 20) + made.registry.budget.memory_bytes
-    with pytest.raises(ModelTooLargeError, match=r"c takes .* \(--models-memory\): 2 MiB are missing") as told:
-        await made.ask("c", [1])
-    assert told.value.missing_bytes == (2 << 20)
-    assert made.loaded == "a", "a stays loaded"
 
 
 @with_fakes()
@@ -150,18 +110,6 @@ async def test_an_unload_that_fails_holds_up_nobody(made: RegistryOfFakes) -> No
 
 
 @with_fakes()
-async def test_an_engine_that_has_died_is_made_anew(made: RegistryOfFakes) -> None:
-    await asyncio.gather(made.ask("a", [1]), made.ask("b", [1]))
-    made.models["a"].runners[-1].raise_next = Death("gone")
-    with pytest.raises(AssertionError, match="stopped"):
-        await made.ask("a", [2])
-    assert made["a"].failure is not None
-    assert await made.ask("b", [3]) == made.answer("b", [3])
-    assert await made.ask("a", [4]) == made.answer("a", [4])
-    assert made["a"].num_loads == 2 and made["a"].failure is None
-
-
-@with_fakes()
 async def test_nothing_is_kept_of_what_was_unloaded(made: RegistryOfFakes) -> None:
     loaded = await made.registry.use(made["a"])
     engine, core = weakref.ref(loaded.engine), weakref.ref(loaded.engine._started.core)  # type: ignore[type-var]
@@ -171,20 +119,6 @@ async def test_nothing_is_kept_of_what_was_unloaded(made: RegistryOfFakes) -> No
     made.models["a"].runners.clear()
     # The thread that has unloaded it may still reference its work.
     await until(lambda: gc.collect() >= 0 and engine() is None and core() is None, "both to be forgotten")
-
-
-@with_fakes()
-async def test_the_end(made: RegistryOfFakes) -> None:
-    """Requests that wait for a model get an error, and no model is loaded any more."""
-    await made.ask("a", [1])
-    made.models["b"].gate.clear()
-    waiting = asyncio.ensure_future(made.ask("b", [2]))
-    await until(made.models["b"].began.is_set, "loading")
-    made.registry.cut("the server is shutting down")
-    for task in (waiting, asyncio.ensure_future(made.ask("c", [1]))):
-        with pytest.raises(RegistryClosedError):
-            await task
-    assert made["b"].state is ModelState.LOADING  # shutdown() waits for its thread, as for the engines' threads
 
 
 def test_names() -> None:

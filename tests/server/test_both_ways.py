@@ -13,43 +13,26 @@ import httpx
 import pytest
 
 from metal_engine.settings.args import ServerArgs
-from tests.server.anthropic.test_messages import test_message, test_stream
+from tests.server.anthropic.test_messages import test_stream
 from tests.server.generation.test_parameters import (
     test_bad_words,
-    test_continuous_usage,
-    test_echo,
     test_logit_bias_and_allowed_tokens,
     test_logprobs_of_chats,
     test_logprobs_of_completions,
     test_min_tokens_and_stops,
     test_n,
-    test_n_of_chats,
     test_penalties,
     test_priority_and_salt,
     test_prompt_logprobs,
-    test_response_format,
     test_structured_outputs,
     test_truncated_prompt,
 )
-from tests.server.generation.test_phases import (
-    answer_format,
-    test_a_schema_that_cannot_be_compiled,
-    test_calls_that_the_model_begins,
-    test_streamed_calls_are_the_same,
-    tokenizer,
-)
-from tests.server.generation.test_token_ids import test_log_probabilities_name_tokens_by_their_ids
+from tests.server.generation.test_phases import answer_format, test_calls_that_the_model_begins, tokenizer
 from tests.server.ollama.test_ollama import test_a_client_that_leaves_aborts_its_request
-from tests.server.openai.test_chat import test_async_client, test_chat
-from tests.server.openai.test_completions import (
-    test_completion,
-    test_event_stream_format,
-    test_several_prompts,
-    test_stream_equals_completion,
-)
+from tests.server.openai.test_completions import test_several_prompts, test_stream_equals_completion
 from tests.server.openai.test_responses import test_text
-from tests.server.status.test_metrics import test_formats, test_names
-from tests.server.status.test_status import test_health, test_models, test_ready, test_server_info
+from tests.server.status.test_metrics import test_names
+from tests.server.status.test_status import test_health, test_models, test_server_info
 from tests.support.engine_child import pid_of, started
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
 from tools.fixtures.fake_engine import TOOL_TEMPLATE

@@ -10,9 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
-from PIL import Image
 
 from metal_engine.images import PromptImages
 from metal_engine.media.processing import ImageProcessing
@@ -92,7 +90,7 @@ def test_images_stand_between_texts(seeing: Served, prepared: list[PreparedReque
         {"role": "assistant", "content": "yes"},
         user(image(URL_B, detail="auto"), text("again")),
     ]
-    answer = seeing.post(CHAT, {"messages": messages, "max_tokens": 3}).json()
+    answer = seeing.post(CHAT, {"messages": messages, "max_tokens": 3, "n": 2}).json()
     (request,) = prepared
     expected = tokens(seeing, ("user", ["see ", 48, " and ", 16, "?"]), ("assistant", ["yes"]), ("user", [16, "again"]))
     assert request.prompt_token_ids == expected
@@ -134,43 +132,26 @@ def test_low_detail_takes_fewer_tokens() -> None:
 
 
 def test_responses(seeing: Served, prepared: list[PreparedRequest]) -> None:
+    image_of_result = {"type": "input_image", "image_url": URL_B, "detail": "low"}
     items = [
-        {
-            "role": "user",
-            "content": [{"type": "input_text", "text": "what?"}, {"type": "input_image", "image_url": URL_A}],
-        },
+        user({"type": "input_text", "text": "what?"}, {"type": "input_image", "image_url": URL_A}),
         {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
-        {
-            "type": "function_call_output",
-            "call_id": "1",
-            "output": [{"type": "input_image", "image_url": URL_B, "detail": "low"}],
-        },
+        {"type": "function_call_output", "call_id": "1", "output": [image_of_result]},
     ]
     answer = seeing.post(RESPONSES, {"input": items, "max_output_tokens": 2}).json()
     assert answer["usage"]["input_tokens_details"]["image_tokens"] == 64
     follow = {"input": "more", "previous_response_id": answer["id"], "max_output_tokens": 2}
     assert seeing.post(RESPONSES, follow).json()["usage"]["input_tokens_details"]["image_tokens"] == 64
     assert [one.num_features for one in seen(prepared[1]).images] == [48, 16]
-    item = {"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}
-    assert "image_url" in seeing.post(RESPONSES, {"input": [item]}).json()["error"]["message"]
 
 
 def test_anthropic(seeing: Served, prepared: list[PreparedRequest]) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(A).decode()}
+    result = [text("seen"), {"type": "image", "source": {"type": "url", "url": URL_B}}]
     messages = [
-        {"role": "user", "content": [{"type": "image", "source": source}, text("what?")]},
+        user({"type": "image", "source": source}, text("what?")),
         {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]},
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "1",
-                    "content": [text("seen"), {"type": "image", "source": {"type": "url", "url": URL_B}}],
-                },
-                text("and now?"),
-            ],
-        },
+        user({"type": "tool_result", "tool_use_id": "1", "content": result}, text("and now?")),
     ]
     body = {"model": MODEL, "messages": messages, "max_tokens": 2}
     assert seeing.post(MESSAGES, body).status_code == 200
@@ -232,7 +213,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", [*BAD, *hostile_files()])
+@pytest.mark.parametrize("name", [*BAD, "bomb", "truncated PNG", "text"])
 def test_errors_name_the_image(seeing: Served, name: str) -> None:
     if name in BAD:
         part, problem = BAD[name]
@@ -247,59 +228,35 @@ def test_errors_name_the_image(seeing: Served, name: str) -> None:
 
 
 def test_other_apis_name_their_own_fields(seeing: Served) -> None:
-    wrong = "data:image/png;base64,aGVsbG8="
+    wrong, valid = "data:image/png;base64,aGVsbG8=", base64.b64encode(A).decode()
+    sound = base64.b64encode(b"RIFF....WAVE").decode()
     block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [block]}
-    cases: list[tuple[str, dict[str, Any], str]] = [
+
+    def asked(path: str, *content: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        limit = {"max_tokens": 1} if path is MESSAGES else {}
+        return path, {"input" if path is RESPONSES else "messages": [user(*content)], **limit}
+
+    def input_image(**fields: Any) -> tuple[str, dict[str, Any]]:
+        return asked(RESPONSES, {"type": "input_image", **fields})
+
+    for (path, body), problem in [
+        (asked(MESSAGES, text("a"), block), "messages[0].content[1].source.data is not"),
+        (asked(MESSAGES, result), "messages[0].content[0].content[0].source.data is not"),
         (
-            MESSAGES,
-            {"messages": [user(text("a"), block)], "max_tokens": 1},
-            "messages[0].content[1].source.data is not",
+            asked(MESSAGES, {**block, "source": {"type": "base64", "data": 5}}),
+            "content[0].source.data must be a string",
         ),
-        (
-            MESSAGES,
-            {"messages": [user(result)], "max_tokens": 1},
-            "messages[0].content[0].content[0].source.data is not",
-        ),
-        (
-            RESPONSES,
-            {"input": [user({"type": "input_image", "image_url": wrong})]},
-            "input[0].content[0].image_url is not",
-        ),
-        (OLLAMA_CHAT, {"messages": [{"role": "user", "images": ["aGVsbG8="]}]}, "messages[0].images[0] is not"),
-        (OLLAMA_GENERATE, {"prompt": "a", "images": [base64.b64encode(A).decode(), "aGVsbG8="]}, "images[1] is not"),
-        (
-            CHAT,
-            {"messages": [user({"type": "image_url", "image_url": wrong})]},
-            "messages[0].content[0].image_url is not",
-        ),
-        (
-            MESSAGES,
-            {"messages": [user({**block, "source": {"type": "base64", "data": 5}})], "max_tokens": 1},
-            "messages[0].content[0].source.data must be a string",
-        ),
-        (
-            RESPONSES,
-            {"input": [user({"type": "input_image", "file_id": "a"})]},
-            "input[0].content[0].image_url must be a string",
-        ),
-        (
-            RESPONSES,
-            {"input": [user({"type": "input_image", "image_url": wrong, "detail": 5})]},
-            "input[0].content[0].detail must be a string",
-        ),
-        *(
-            (
-                MESSAGES,
-                {"messages": [user({"type": kind})], "max_tokens": 1},
-                f"'{kind}' are not supported here; send text and",
-            )
-            for kind in MEDIA
-        ),
-        *((RESPONSES, {"input": [user({"type": f"input_{kind}"})]}, f"'input_{kind}' is not") for kind in MEDIA),
-        (OLLAMA_GENERATE, {"prompt": "a", "images": [base64.b64encode(b"RIFF....WAVE").decode()]}, "images[0] is not"),
-    ]
-    for path, body, problem in cases:
+        (input_image(image_url=wrong), "input[0].content[0].image_url is not"),
+        (input_image(file_id="a"), "input[0].content[0].image_url must be a string"),
+        (input_image(image_url=wrong, detail=5), "input[0].content[0].detail must be a string"),
+        (asked(CHAT, {"type": "image_url", "image_url": wrong}), "messages[0].content[0].image_url is not"),
+        ((OLLAMA_CHAT, {"messages": [{"role": "user", "images": ["aGVsbG8="]}]}), "messages[0].images[0] is not"),
+        ((OLLAMA_GENERATE, {"prompt": "a", "images": [valid, "aGVsbG8="]}), "images[1] is not"),
+        ((OLLAMA_GENERATE, {"prompt": "a", "images": [sound]}), "images[0] is not"),
+        *((asked(MESSAGES, {"type": kind}), f"'{kind}' are not supported here; send text and") for kind in MEDIA),
+        *((asked(RESPONSES, {"type": f"input_{kind}"}), f"'input_{kind}' is not") for kind in MEDIA),
+    ]:
         response = seeing.post(path, {"model": MODEL, **body})
         assert response.status_code == 400 and problem in response.text, response.text
 
@@ -317,9 +274,6 @@ def test_the_context_is_checked_after_expansion(seeing: Served) -> None:
     assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
     response = seeing.post(CHAT, {"messages": [user(image(URL_A))], "max_tokens": 480})
     assert "context" in response.json()["error"]["message"]
-
-
-def test_images_cannot_be_truncated(seeing: Served) -> None:
     response = seeing.post(CHAT, {"messages": [user(image(URL_A))], "truncate_prompt_tokens": 10})
     assert response.status_code == 400 and response.json()["error"]["param"] == "truncate_prompt_tokens"
 
@@ -356,13 +310,6 @@ def test_the_number_of_images_is_limited(seeing: Served) -> None:
     assert response.status_code == 400 and "messages[0].images[256] is one too many" in response.text
 
 
-def test_several_outputs_share_the_images(seeing: Served, prepared: list[PreparedRequest]) -> None:
-    body = {"messages": [user(image(URL_A))], "max_tokens": 2, "n": 3}
-    answer = seeing.post(CHAT, body).json()
-    assert len(answer["choices"]) == 3 and len(prepared) == 1
-    assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 48
-
-
 def test_a_template_without_images_is_named() -> None:
     with serve_seeing("{% for m in messages %}{{ m.content[0].text }}{% endfor %}") as served:
         response = served.post(CHAT, {"messages": [user(text("a"), image(URL_A))]})
@@ -381,23 +328,6 @@ def test_downloads_need_allowed_domains(monkeypatch: pytest.MonkeyPatch) -> None
         assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 48
         assert asked == [(url, ("example.org",))]
         served.wait_until_idle()
-
-
-def test_files_are_handled_outside_the_event_loop(seeing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    for name in ("read", "decode"):
-        method = getattr(ImageProcessing, name)
-
-        def recorded(*args: Any, method: Any = method, **options: Any) -> Any:
-            threads.append(threading.current_thread().name)
-            return method(*args, **options)
-
-        monkeypatch.setattr(ImageProcessing, name, staticmethod(recorded) if name == "read" else recorded)
-    photo = np.random.default_rng(0).integers(0, 256, (1200, 1600, 3), dtype=np.uint8)
-    large = data_url(encoded(Image.fromarray(photo)))
-    assert len(large) > 7 << 20
-    assert seeing.post(CHAT, {"messages": [user(image(large))], "max_tokens": 1}).status_code == 200
-    assert threads[0].startswith("heavy-work") and threads[1].startswith("images-work") and len(threads) == 2
 
 
 @pytest.mark.parametrize("name", ["read", "decode"])

@@ -1,20 +1,11 @@
-"""Large bodies are parsed like small ones, within limits, and do not delay the event loop."""
+"""Large bodies are parsed like small ones, within limits, outside the event loop. `hostile` measures the delays."""
 
 from __future__ import annotations
 
-import asyncio.events
-import gc
 import http.client
 import json
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.server import large_bodies, workers
+from metal_engine.server import large_bodies
 from metal_engine.server.anthropic.protocol import MessagesBody
 from metal_engine.server.large_bodies import (
     MAX_CONTAINERS,
@@ -40,11 +30,8 @@ from metal_engine.server.openai.responses_protocol import ResponsesBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.server.tokenization import DetokenizeBody, TokenizeBody
 from metal_engine.sizes import parts
-from tests.support.serving import Served, serve
-from tests.support.sweeps import sweep
-from tools.fixtures.fake_engine import byte_ids, fake_config, generated
-
-VOCAB_SIZE = 151_936
+from tests.support.serving import Served
+from tools.fixtures.fake_engine import byte_ids, generated
 
 # --- reading ------------------------------------------------------------------------------------------------
 
@@ -60,7 +47,7 @@ def _count(value: Any, kind: Callable[[Any], bool]) -> int:
 
 
 @given(VALUES, st.sampled_from([None, 0, 2]))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_content_is_counted(value: Any, indent: int | None) -> None:
     """A text may reach the limit of each kind. Quotes and brackets in strings are not counted."""
     text = json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -157,161 +144,7 @@ def test_a_list_or_an_object_gives_few_errors(model: type[BaseModel], body: dict
 # --- serving ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    config = fake_config(max_model_len=4096)
-    config = replace(
-        config,
-        model=replace(config.model, vocab_size=VOCAB_SIZE),
-        cache=replace(config.cache, num_blocks=100_000),
-        scheduler=replace(config.scheduler, max_num_seqs=256, max_num_batched_tokens=8192),
-    )
-    with serve(config=config) as served:
-        yield served
-        served.wait_until_idle()
-
-
-IDS = list(range(150_000))
-LARGE: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "allowed tokens": ("completions", {"prompt": "a", "n": 128, "temperature": 1, "allowed_token_ids": IDS}, 200, ""),
-    "batch of prompts": ("completions", {"prompt": [IDS[:200]] * 2000}, 200, ""),
-    "long prompts": ("completions", {"prompt": IDS[:4000], "n": 128}, 200, ""),
-    "stop tokens": (
-        "completions",
-        {"prompt": "a", "n": 128, "stop_token_ids": IDS[-16_384:], "logit_bias": dict.fromkeys(range(16_384), 1)},
-        200,
-        "",
-    ),
-    "a prompt too long": ("completions", {"prompt": [7] * 1_000_000}, 400, "the prompt has 1000000 tokens"),
-    "more than the vocabulary": (
-        "completions",
-        {"prompt": "a", "allowed_token_ids": [7] * 200_000},
-        400,
-        "allowed_token_ids may have 151936 entries",
-    ),
-    "no token ids": ("completions", {"prompt": "a", "stop_token_ids": [*IDS, "a"]}, 400, "stop_token_ids[150000]: "),
-    "no messages": ("chat/completions", {"messages": [1] * 500_000}, 400, "messages[0]: "),
-    "many messages": (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": "a"}] * 25_000},
-        400,
-        "messages: a prompt ",
-    ),
-    "many prompts": ("completions", {"prompt": [[1, 2]] * 30_000}, 400, "n times the number of prompts"),
-    "no parameter": ("completions", {"prompt": "a", "guided_choice": [7] * 1_000_000}, 400, "guided_choice is not"),
-}  # fmt: skip
-QUICK = ("stop tokens", "a prompt too long", "no messages", "many prompts")
-# A separate process sends them, because sending in this process would hold Python's lock.
-SEND = """
-import http.client, sys
-connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
-connection.request("POST", sys.argv[2], open(sys.argv[3], "rb"), {"content-type": "application/json"})
-answer = connection.getresponse()
-print(answer.status, answer.read().decode()[:200])
-"""
-
-
-def send(served: Served, path: str, file: Path) -> str:
-    command = [sys.executable, "-S", "-c", SEND, str(served.server.port), f"/v1/{path}", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-class Holds:
-    """Longest CPU times in seconds.
-
-    Attributes:
-        loop: one callback of the event loop.
-        steps: time between two steps.
-        call: one call into C in a worker's thread, which holds Python's lock. Calls of tokenizers release it.
-    """
-
-    def __init__(self) -> None:
-        self.loop = self.steps = self.call = 0.0
-
-    def within(self, other: Holds) -> Holds:
-        """Return the minimum of each field."""
-        least = Holds()
-        for name in vars(self):
-            setattr(least, name, min(getattr(self, name), getattr(other, name)))
-        return least
-
-
-@contextmanager
-def watched(loop_thread: str = "server") -> Iterator[Holds]:
-    holds = Holds()
-
-    def profiled(work: Callable[..., Any], *args: Any) -> Any:
-        last = time.thread_time()
-
-        def on_event(frame: FrameType, event: str, called: Any) -> None:
-            nonlocal last
-            if event in ("c_return", "c_exception") and not called.__name__.startswith("encode_batch"):
-                holds.call = max(holds.call, time.thread_time() - last)
-            last = time.thread_time()
-
-        sys.setprofile(on_event)
-        try:
-            return work(*args)
-        finally:
-            sys.setprofile(None)
-
-    def timed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            started = time.thread_time()
-            try:
-                return function(*args)
-            finally:
-                if name == "steps" or threading.current_thread().name == loop_thread:
-                    setattr(holds, name, max(getattr(holds, name), time.thread_time() - started))
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asyncio.events.Handle, "_run", timed(asyncio.events.Handle._run, "loop"))
-        patch.setattr(EngineThread, "_process_inbox", timed(EngineThread._process_inbox, "steps"))
-        patch.setattr(workers, "_unless_cancelled", profiled)
-        gc.collect()
-        gc.freeze()  # as in the server
-        try:
-            yield holds
-        finally:
-            gc.unfreeze()
-
-
-@pytest.fixture(scope="module")
-def trivial(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Holds:
-    """Return the delays for a trivial body, measured on the same machine at the same time."""
-    file = tmp_path_factory.mktemp("bodies") / "body.json"
-    file.write_text(json.dumps({"prompt": "a", "max_tokens": 2}))
-    with watched() as holds:
-        assert send(served, "completions", file).startswith("200")
-    served.wait_until_idle()
-    return holds
-
-
-@pytest.mark.parametrize("name", sweep(LARGE, lambda name: name in QUICK))
-def test_nobody_is_held_up(served: Served, trivial: Holds, tmp_path: Path, name: str) -> None:
-    path, body, status, message = LARGE[name]
-    file = tmp_path / "body.json"
-    file.write_text(json.dumps({"max_tokens": 2, **body}))
-    best: Holds | None = None
-    for _ in range(4):  # other load on the machine can disturb a measurement
-        with watched() as holds:
-            answer = send(served, path, file)
-            served.wait_until_idle()
-        assert answer.startswith(str(status)) and message in answer, answer
-        best = holds if best is None else best.within(holds)
-        if best.loop < 0.02 and best.steps < 0.02 and best.call < 0.05:
-            return
-    assert best is not None
-    assert best.loop < max(0.05, 5 * trivial.loop)
-    assert best.steps < max(0.05, 5 * trivial.steps)
-    assert best.call < 0.15  # streams may wait as long
-
-
-def test_a_request_is_checked_once_and_not_in_the_event_loop(
-    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_request_is_checked_once_and_not_in_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
     check, prepare = SamplingParams.__post_init__, RequestPreparer.prepare_all
 
@@ -326,7 +159,7 @@ def test_a_request_is_checked_once_and_not_in_the_event_loop(
     prepared: list[str] = []
     monkeypatch.setattr(SamplingParams, "__post_init__", counted_check)
     monkeypatch.setattr(RequestPreparer, "prepare_all", counted_prepare)
-    body = {"prompt": ["a", "b"], "n": 5, "temperature": 1, "max_tokens": 2, "allowed_token_ids": IDS[:1000]}
+    body = {"prompt": ["a", "b"], "n": 5, "temperature": 1, "max_tokens": 2, "allowed_token_ids": list(range(200))}
     assert served.post("/v1/completions", body).status_code == 200
     assert len(checked) == len(prepared) == 1
     assert {*checked, *prepared}.isdisjoint({"server", "engine", "MainThread"})

@@ -18,9 +18,12 @@ from typing import Any
 import httpx
 import pytest
 
+from metal_engine.errors import ConfigError
+from metal_engine.server.listen import listen
+from metal_engine.settings.args import ServerArgs
 from tests.server.test_errors import check_error, sse_events
 from tests.support.fake_process import DEADLY, ENDLESS
-from tests.support.serving import DEADLINE
+from tests.support.serving import DEADLINE, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 STREAM = {"prompt": "a", "max_tokens": 90_000, "stream": True}
@@ -41,16 +44,10 @@ class Process:
         return httpx.get(f"{self.url}/health", timeout=DEADLINE).json()
 
     def wait_for_status(self, status: str) -> None:
-        deadline = time.monotonic() + DEADLINE
-        while (health := self.health())["status"] != status:
-            assert time.monotonic() < deadline, health
-            time.sleep(0.01)
+        wait_until(lambda: self.health()["status"] == status, status)
 
     def wait_for_running(self, number: int) -> None:
-        deadline = time.monotonic() + DEADLINE
-        while (health := self.health())["running"] != number:
-            assert time.monotonic() < deadline, health
-            time.sleep(0.01)
+        wait_until(lambda: self.health()["running"] == number, f"{number} requests")
 
     def end(self) -> tuple[int, str]:
         """Wait for the end of the process. Return its status and log."""
@@ -127,28 +124,20 @@ def test_a_client_that_does_not_read_is_left_behind() -> None:
 
 
 def test_a_second_signal_stops_at_once(number: int = signal.SIGINT) -> None:
-    with process(shutdown_timeout=1000) as server, server.stream() as response:
+    """The server stops although a stream is open and a step runs forever."""
+    with process(shutdown_timeout=1000) as server, ThreadPoolExecutor() as pool, server.stream() as response:
         events = response.iter_lines()
         next(events)
+        stuck = pool.submit(server.post, prompt=[ENDLESS])
+        server.wait_for_running(2)
         server.popen.send_signal(number)
         server.wait_for_status("draining")
         server.popen.send_signal(number)
         last = json.loads([line for line in events if line][-1].removeprefix("data: "))
         assert last["error"]["code"] == "shutting_down"
-        status, log = server.end()
-        assert status == 128 + number and "Traceback" not in log
-
-
-def test_a_second_signal_does_not_wait_for_a_step_that_does_not_end() -> None:
-    with process(shutdown_timeout=1000) as server, ThreadPoolExecutor() as pool:
-        stuck = pool.submit(server.post, prompt=[ENDLESS])
-        server.wait_for_running(1)
-        server.popen.terminate()
-        server.wait_for_status("draining")
-        server.popen.terminate()
         check_error(stuck.result(), 503, None, "shutting_down")
         status, log = server.end()
-        assert status == 128 + signal.SIGTERM and "Traceback" not in log
+        assert status == 128 + number and "Traceback" not in log
 
 
 def test_the_death_of_the_engine_ends_the_process() -> None:
@@ -175,53 +164,38 @@ def test_a_signal_while_the_model_loads(demo_path: Path) -> None:
     assert loading.returncode == 128 + signal.SIGINT and "Traceback" not in log, log
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ("demo", "another --port\n"),
-        ("demoo", "; besides, demoo is not on this machine; did you mean demo?\n"),
-        ("./no/model", "; besides, ./no/model is not on this machine\n"),
-    ],
-)
-def test_port_in_use(model: str, said: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "metal_engine", "serve", model, "--port", str(port)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1 and f"--port {port} is in use" in done.stderr
-    assert done.stderr.endswith(said)
-
-
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """Return a short folder.
-
-    Socket paths are limited to about a hundred bytes, which pytest's folders exceed on macOS.
-    """
+    """Return a short folder: socket paths have about a hundred bytes, which pytest's folders exceed on macOS."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
 
+def test_a_socket_that_nobody_listens_on_makes_way_and_a_file_does_not(short_folder: Path) -> None:
+    path = short_folder / "socket"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with listen(ServerArgs(uds=str(path))):
+        assert path.is_socket()
+    assert not path.exists()
+    with listen(ServerArgs(uds=str(path))):
+        path.unlink()
+        path.write_text("mine")
+    with pytest.raises(ConfigError, match="--uds"), listen(ServerArgs(uds=str(path))):
+        pass
+    assert path.read_text() == "mine"
+
+
 def test_unix_domain_socket(short_folder: Path) -> None:
     path = short_folder / "engine.sock"
-    with socket.socket(socket.AF_UNIX) as left_behind:
-        left_behind.bind(str(path))  # like a socket left by a killed server
     with process(uds=str(path)) as server:
         assert server.url == f"unix:{path}"
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://engine", timeout=DEADLINE) as client:
             answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).json()
             assert answer["usage"]["completion_tokens"] == 3
-            second = subprocess.run(
-                [*map(str, server.popen.args)],  # type: ignore[union-attr]
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=DEADLINE,
-            )
+            command = [*map(str, server.popen.args)]  # type: ignore[union-attr]
+            second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
             assert second.returncode == 1 and "--uds" in second.stderr and "in use" in second.stderr
             assert client.get("/health").status_code == 200
         server.popen.terminate()

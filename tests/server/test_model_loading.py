@@ -66,17 +66,6 @@ def test_how_many_wait_for_a_model_and_how_long() -> None:
     model = FakeModel(1)
     model.gate.clear()
     body = {"model": "a", "prompt": "x", "max_tokens": 1}
-    args = ServerArgs(shutdown_timeout=1, max_num_queued_reqs=2)
-    with serve_models({"a": model.source}, 100, args=args) as served, ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(served.post, "/v1/completions", body) for _ in range(2)]
-        entry = served.registry.entries[0]
-        wait_until(lambda: entry.num_waiting == 2, "two that wait")
-        for more in ({}, {"stream": True}):
-            answer = served.post("/v1/completions", {**body, **more})
-            assert answer.status_code == 503 and "wait" in answer.text and "retry-after" in answer.headers
-        model.gate.set()
-        assert [one.result().status_code for one in asked] == [200, 200]
-    model.gate.clear()
     with serve_models({"a": model.source}, 100, args=ServerArgs(shutdown_timeout=1, request_timeout=0.1)) as served:
         answer = served.post("/v1/completions", body)
         assert answer.status_code == 504 and "--request-timeout" in answer.text
@@ -93,9 +82,11 @@ def test_limits_hold_for_those_who_load_models_too() -> None:
         asked = [pool.submit(served.post, load, {"model": "a"}) for _ in range(2)]
         entry = served.registry.entries[0]
         wait_until(lambda: entry.num_waiting == 2, "two that wait")
-        answer = served.post(load, {"model": "a"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
-        assert "wait" in answer.text and "retry-after" in answer.headers
+        asking = {"model": "a", "prompt": "x"}
+        for path, body in ((load, {"model": "a"}), ("/v1/completions", asking | {"stream": True})):
+            answer = served.post(path, body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+            assert "wait" in answer.text and "retry-after" in answer.headers
         model.gate.set()
         assert [one.result().json()["state"] for one in asked] == ["loaded", "loaded"]
     model.gate.clear()

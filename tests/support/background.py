@@ -14,9 +14,7 @@ import pytest
 
 from metal_engine.server.openai.response_state import ResponseState
 from tests.support.serving import DEADLINE, MODEL, wait_until
-from tools.fixtures.fake_engine import fake_config
 
-CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
 # Steps of a model that writes more tokens than a test waits for.
 SLOW = 0.005
 LONG: dict[str, Any] = {"model": MODEL, "input": "hi", "background": True, "max_output_tokens": 3000}

@@ -1,4 +1,4 @@
-"""Live servers on fake runners, one of each kind per session. Each test must leave them idle.
+"""Live servers on fake runners and a tiny model, one of each kind per session. Each test must leave them idle.
 
 Imports servers and clients only when a test uses a server, because every test process imports this module.
 """
@@ -43,3 +43,38 @@ def echoing(_echo_server: Served) -> Iterator[Served]:
     """Yield a server that repeats the tokens of the prompt, then generates EOS."""
     yield _echo_server
     _echo_server.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def _calling_server() -> Iterator[Served]:
+    from tests.support.calling import ANSWER, answering
+
+    with answering(ANSWER) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def _tiny_server() -> Iterator[Served]:
+    from metal_engine.engine.async_engine import AsyncEngine
+    from metal_engine.engine.engine_thread import EngineThread
+    from tests.support.serving import serve
+    from tests.support.tiny_engine import tiny_engine
+
+    engine = AsyncEngine(EngineThread(lambda: tiny_engine(num_blocks=512)))
+    engine.start()
+    with serve(engine=engine) as served:
+        yield served
+
+
+@pytest.fixture
+def calling(_calling_server: Served) -> Iterator[Served]:
+    """Yield a server whose model thinks, says something and calls two tools: ``tests.support.calling.ANSWER``."""
+    yield _calling_server
+    _calling_server.wait_until_idle()
+
+
+@pytest.fixture
+def tiny(_tiny_server: Served) -> Iterator[Served]:
+    """Yield a server on a tiny model with random weights, for log probabilities and sampling."""
+    yield _tiny_server
+    _tiny_server.wait_until_idle()

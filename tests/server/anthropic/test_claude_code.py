@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.calling import answering
 from tests.support.serving import MODEL, Served, serve
-from tests.support.splitting import answer_format
 from tests.support.tool_formats import RECORDED, TOOLS
 from tests.text.test_message_rules import SYSTEM_FIRST
-from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
+from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, tiny_tokenizer
 
 CONFIG = fake_config(max_model_len=8192, num_blocks=4096, max_num_batched_tokens=2048)
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -36,22 +36,14 @@ FIRST: dict[str, Any] = {
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "output_config": {"effort": "high"},
 }
-TITLE_SCHEMA = {
-    "type": "object",
-    "properties": {"title": {"type": "string"}},
-    "required": ["title"],
-    "additionalProperties": False,
-}
+TITLE_SCHEMA = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
 
 
-@pytest.fixture(params=[TOOL_TEMPLATE, SYSTEM_FIRST], ids=["takes them", "refuses them"])
+@pytest.fixture(scope="module", params=[TOOL_TEMPLATE, SYSTEM_FIRST], ids=["takes them", "refuses them"])
 def calling(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Yield a server whose template accepts system messages anywhere, then one that accepts them only at the start."""
-    tokenizer = tiny_tokenizer(request.param)
-    format_ = answer_format("json_tools")
-    with serve(script(RECORDED[0].text), config=CONFIG, tokenizer=tokenizer, answer_format=format_) as served:
+    with answering(RECORDED[0].text, template=request.param, config=CONFIG) as served:
         yield served
-        served.wait_until_idle()
 
 
 def test_a_turn_and_the_next(calling: Served) -> None:
@@ -115,10 +107,8 @@ def test_templates_that_know_efforts_are_told(effort: str | None, told: str) -> 
 
 
 TOO_LONG = "prompt is too long: {} tokens > 8191 maximum"
-TOO_LONG_TOGETHER = (
-    "input length and `max_tokens` exceed context limit: {} + 3200 > 8192, decrease input length or `max_tokens` and "
-    "try again"
-)
+TOO_LONG_TOGETHER = "input length and `max_tokens` exceed context limit: {} + 3200 > 8192, decrease input length or "
+TOO_LONG_TOGETHER += "`max_tokens` and try again"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -13,40 +12,13 @@ import pytest
 from metal_engine.server.anthropic import protocol
 from metal_engine.server.errors import APIError
 from metal_engine.settings.args import ServerArgs
+from tests.support.calling import CLAUDE_TOOLS, RECORD, USER, answering
 from tests.support.serving import MODEL, Served, serve
-from tests.support.splitting import answer_format
-from tests.support.tool_formats import RECORDED, TOOLS
-from tools.fixtures.fake_engine import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
-
-CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
-USER: list[Any] = [{"role": "user", "content": "hi"}]
-CLAUDE_TOOLS: list[Any] = [
-    {
-        "name": tool["function"]["name"],
-        "description": tool["function"]["description"],
-        "input_schema": tool["function"]["parameters"],
-    }
-    for tool in TOOLS
-]
-RECORD = RECORDED[0]
-ANSWER = f"<think>\nhm\n</think>\n\n{RECORD.text}"
+from tools.fixtures.fake_engine import generated, script
 
 
 def client(served: Served, key: str = "none") -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def _calling() -> Iterator[Served]:
-    tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
-    with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
-        yield served
-
-
-@pytest.fixture
-def calling(_calling: Served) -> Iterator[Served]:
-    yield _calling
-    _calling.wait_until_idle()
 
 
 def expected_text(served: Served, messages: list[dict[str, str]], num_tokens: int) -> str:
@@ -94,43 +66,6 @@ def test_blocks(calling: Served) -> None:
         assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
 
 
-def test_a_conversation_with_tools_and_the_count_of_its_tokens(calling: Served) -> None:
-    first = client(calling).messages.create(model=MODEL, max_tokens=1000, messages=USER, tools=CLAUDE_TOOLS)
-    calls = [block for block in first.content if block.type == "tool_use"]
-    results: list[Any] = [
-        {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
-        for call in calls
-    ]
-    messages: list[Any] = [
-        *USER,
-        {"role": "assistant", "content": [block.model_dump() for block in first.content]},
-        {"role": "user", "content": [*results, {"type": "text", "text": "and?"}]},
-    ]
-    count = client(calling).messages.count_tokens(model=MODEL, messages=messages, tools=CLAUDE_TOOLS)
-    chat = [
-        *USER,
-        {"role": "assistant", "content": RECORD.content},
-        {"role": "tool", "content": "sunny"},
-        {"role": "tool", "content": "sunny"},
-        {"role": "user", "content": "and?"},
-    ]
-    assert count.input_tokens == len(calling.tokenizer.apply_chat_template(chat, tools=TOOLS))
-    second = client(calling).messages.create(model=MODEL, max_tokens=5, messages=messages, tools=CLAUDE_TOOLS)
-    usage = second.usage
-    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == count.input_tokens
-
-
-def test_arguments_that_are_not_an_object() -> None:
-    """Only a model that ignores the grammar of forced calls writes such arguments."""
-    with serve(script("nonsense"), config=CONFIG, tokenizer=tiny_tokenizer(TOOL_TEMPLATE)) as served:
-        name = CLAUDE_TOOLS[0]["name"]
-        choice: Any = {"type": "tool", "name": name}
-        message = client(served).messages.create(
-            model=MODEL, max_tokens=20, messages=USER, tools=CLAUDE_TOOLS, tool_choice=choice
-        )
-        assert [(block.name, block.input) for block in message.content if block.type == "tool_use"] == [(name, {})]
-
-
 def test_a_prefill_is_continued(served: Served) -> None:
     messages: list[Any] = [*USER, {"role": "assistant", "content": "Well,"}]
     message = client(served).messages.create(model=MODEL, max_tokens=10, messages=messages)
@@ -174,6 +109,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({**OK, "compaction": {"type": "summarize"}}, "compaction"),
     ({**OK, "thread": {"type": "create"}}, "thread"),
     ({**OK, "logprobs": True}, "logprobs"),
+    ({**OK, "allowed_token_ids": [5, 2**63]}, "allowed_token_ids"),
     ({**OK, "output_format": {"type": "text"}}, "output_format"),
 ]
 
@@ -191,31 +127,29 @@ def test_errors_are_anthropics(served: Served) -> None:
     with pytest.raises(anthropic.NotFoundError) as info:
         client(served).messages.create(model="other", max_tokens=5, messages=USER)
     assert info.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
-    with serve(args=ServerArgs(api_key="sesame")) as guarded:
+    with serve(args=ServerArgs(api_key="sesame"), step_time=0.002) as guarded:
         assert client(guarded, "sesame").messages.create(model=MODEL, max_tokens=5, messages=USER).content
         with pytest.raises(anthropic.AuthenticationError):
             client(guarded, "other").messages.create(model=MODEL, max_tokens=5, messages=USER)
-
-
-def test_an_error_within_a_stream() -> None:
-    with serve(step_time=0.002) as served:
-        served.runner.error_for = lambda tokens: RuntimeError("no more")
+        guarded.runner.error_for = lambda tokens: RuntimeError("no more")
         with (
             pytest.raises(anthropic.APIStatusError, match="no more"),
-            client(served).messages.stream(model=MODEL, max_tokens=400, messages=USER) as stream,
+            client(guarded, "sesame").messages.stream(model=MODEL, max_tokens=400, messages=USER) as stream,
         ):
             list(stream)
-        served.wait_until_idle()
+        guarded.wait_until_idle()
 
 
-def test_unicode_survives() -> None:
-    with serve(script("é 日本語 😀\u2028 done")) as served:
-        with client(served).messages.stream(
-            model=MODEL, max_tokens=100, messages=[{"role": "user", "content": "日本"}]
-        ) as stream:
-            text = "".join(stream.text_stream)
-        assert text == "é 日本語 😀\u2028 done" and len(byte_ids(text)) > len(text)
-        served.wait_until_idle()
+def test_odd_outputs() -> None:
+    """Only a model that ignores the grammar of forced calls writes arguments that are not an object."""
+    text = "é 日本語 😀\u2028 done"
+    with answering(text) as served:
+        name = CLAUDE_TOOLS[0]["name"]
+        body: dict[str, Any] = {"model": MODEL, "max_tokens": 100, "messages": [{"role": "user", "content": "日本"}]}
+        with client(served).messages.stream(**body) as stream:
+            assert "".join(stream.text_stream) == text
+        message = client(served).messages.create(**body, tools=CLAUDE_TOOLS, tool_choice={"type": "tool", "name": name})
+        assert [(block.name, block.input) for block in message.content if block.type == "tool_use"] == [(name, {})]
 
 
 def test_too_many_tools_are_refused_before_all_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:

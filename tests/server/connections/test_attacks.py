@@ -43,11 +43,7 @@ LAST = b"Connection: close\r\n"
 
 
 def ask(url: str) -> None:
-    """Check that probes and requests work.
-
-    While a crowd is connecting, the server may close a connection that sends its request slowly. The client then
-    retries.
-    """
+    """Check that probes and requests work. While a crowd is connecting, a client may have to retry."""
     for request in (get(headers=LAST), get(b"/ready", LAST), post(LAST)):
         for _ in range(20):
             with crowd(url, 1, request) as (one,):
@@ -231,7 +227,7 @@ def test_the_server_may_take_its_time(hurried: Served) -> None:
     """Limits apply to clients. The server may take longer than any limit."""
     hurried.runner.running.clear()
     with crowd(hurried.url, 1, post()) as (one,):
-        time.sleep(2.0)
+        time.sleep(1.3)
         hurried.runner.running.set()
         assert statuses(one) == [200]
 

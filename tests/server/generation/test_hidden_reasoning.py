@@ -9,12 +9,11 @@ import pytest
 
 from metal_engine.answers.answer_format import AnswerFormat
 from tests.server.test_errors import sse_events
-from tests.support.serving import MODEL, Served, serve
+from tests.support.calling import USER, answering
+from tests.support.serving import MODEL, Served
 from tests.support.splitting import THINK
-from tools.fixtures.fake_engine import fake_config, script, tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
-USER = [{"role": "user", "content": "hi"}]
 HIDDEN: list[dict[str, Any]] = [
     {"include_reasoning": False},
     {"reasoning": {"exclude": True}},
@@ -23,17 +22,10 @@ HIDDEN: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def _reasoning() -> Iterator[Served]:
-    tokenizer = tiny_tokenizer("{{ messages[0].content }}<think>\n")
-    config, known = fake_config(max_model_len=512), AnswerFormat(reasoning=THINK)
-    with serve(script("#\n</think>\n\n*"), config=config, tokenizer=tokenizer, answer_format=known) as served:
+def reasoning() -> Iterator[Served]:
+    template = "{{ messages[0].content }}<think>\n"
+    with answering("#\n</think>\n\n*", AnswerFormat(reasoning=THINK), template) as served:
         yield served
-
-
-@pytest.fixture
-def reasoning(_reasoning: Served) -> Iterator[Served]:
-    yield _reasoning
-    _reasoning.wait_until_idle()
 
 
 def counts(usage: dict[str, Any]) -> tuple[int, int]:

@@ -11,24 +11,19 @@ from typing import Any
 import pytest
 
 from metal_engine.engine.async_engine import _UNMERGED, _Mailbox
-from metal_engine.engine.preparer import RequestPreparer
-from metal_engine.grammars.compiler import GrammarCompiler
 from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.server.generation import generation, logprobs, preparation
 from metal_engine.server.json_parts import JSONParts
 from metal_engine.server.protocol import ChatLogprobs, PromptLogprobs
-from metal_engine.text.tokenizer import Tokenizer
 from tests.support.serving import MODEL, Served
 
+USER = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("completions", {"prompt": ["ab", "c"], "n": 2, "logprobs": 3, "echo": True, "prompt_logprobs": 2}),
-    "chat": (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 3},
-    ),
-    "prompt": ("chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 2, "prompt_logprobs": 1}),
+    "chat": ("chat/completions", {"messages": USER, "logprobs": True, "top_logprobs": 3}),
+    "prompt": ("chat/completions", {"messages": USER, "n": 2, "prompt_logprobs": 1}),
     "response": ("responses", {"input": "hi"}),
-    "message": ("messages", {"messages": [{"role": "user", "content": "hi"}]}),
+    "message": ("messages", {"messages": USER}),
 }
 
 
@@ -116,29 +111,3 @@ def test_what_comes_after_the_end_is_dropped() -> None:
     ):
         mailbox.put(output)
     assert asyncio.run(mailbox.take()).finish_reason == "abort"
-
-
-def test_prompts_are_not_made_where_grammars_wait(tiny: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: dict[str, str] = {}
-
-    def noted(kind: type, name: str) -> None:
-        function = getattr(kind, name)
-
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            threads[name] = threading.current_thread().name.partition("_")[0]
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(kind, name, noting)
-
-    noted(Tokenizer, "apply_chat_template")
-    noted(RequestPreparer, "prepare_all")
-    noted(GrammarCompiler, "compile")
-    body = {
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 3,
-        "response_format": {"type": "json_object"},
-    }
-    assert tiny.post("/v1/chat/completions", body).status_code == 200
-    assert threads == {
-        "apply_chat_template": "light-work", "compile": "compiling-work", "prepare_all": "light-work"
-    }  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import statistics
-import time
 import tracemalloc
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -73,13 +71,8 @@ class Client:
 @pytest.mark.parametrize(("num_streams", "num_running"), [(150, 40), pytest.param(500, 128, marks=pytest.mark.full)])
 def test_many_streams(num_streams: int, num_running: int) -> None:
     # All running requests could reach their token limit with these blocks, although none does.
-    config = fake_config(
-        num_blocks=16_384,
-        block_size=64,
-        max_num_seqs=num_running,
-        max_num_batched_tokens=1024,
-        max_model_len=ENDLESS + 100,
-    )
+    sizes = {"num_blocks": 16_384, "block_size": 64, "max_num_batched_tokens": 1024, "max_model_len": ENDLESS + 100}
+    config = fake_config(max_num_seqs=num_running, **sizes)
     args = ServerArgs(max_num_queued_reqs=num_streams)
     with serve(next_letter, config=config, args=args) as served:
         asyncio.run(_all_finish(served, num_streams))
@@ -114,14 +107,10 @@ async def _all_leave(served: Served, num_streams: int, num_running: int) -> None
     served.runner.running.clear()
     tasks += [asyncio.create_task(client.run()) for client in clients[num_running:]]
     await asyncio.to_thread(wait_until, lambda: served.engine.num_waiting >= num_streams, "a full queue")
-    refusals = []
     for i in range(20):
         client = Client(served, i, 1)
-        started = time.monotonic()
         await client.run()
-        refusals.append(time.monotonic() - started)
         assert client.status == 503
-    print(f"503 after {1000 * statistics.median(refusals):.1f} ms, the median of {len(refusals)}")
     served.runner.running.set()
     before = tracemalloc.get_traced_memory()[0]
     lengths = [len(client.text) for client in clients]

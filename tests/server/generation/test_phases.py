@@ -14,7 +14,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.text.tokenizer import Tokenizer
 from tests.server.openai.test_forced_calls import TOOLS, check_calls, tool
-from tests.support.serving import MODEL, Served, serve
+from tests.support.serving import Served, serve
 from tests.support.splitting import answer_format
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import CHAT_TEMPLATE, EOS, TOOL_TEMPLATE, tiny_tokenizer
@@ -45,14 +45,8 @@ def tokenizer(template: str) -> Tokenizer:
 
 def serving(template: str) -> Iterator[Served]:
     own = tokenizer(template)
-    core = tiny_engine(
-        tokenizer=own,
-        vocab_size=len(own.hf_tokenizer),
-        max_model_len=2048,
-        num_blocks=4096,
-        max_num_batched_tokens=1024,
-        ahead=True,
-    )
+    sizes = {"max_model_len": 2048, "num_blocks": 4096, "max_num_batched_tokens": 1024}
+    core = tiny_engine(tokenizer=own, vocab_size=len(own.hf_tokenizer), ahead=True, **sizes)
     engine = AsyncEngine(EngineThread(lambda: core))
     engine.start()
     with serve(engine=engine, answer_format=answer_format("json_tools")) as served:
@@ -90,27 +84,6 @@ def test_json_after_the_reasoning(begun: Served) -> None:
     assert num_complete >= 2
 
 
-@pytest.mark.parametrize("api", ["responses", "messages"])
-def test_json_after_the_reasoning_in_other_apis(begun: Served, api: str) -> None:
-    if api == "responses":
-        body = {
-            "input": "hi", "max_output_tokens": 200, "reasoning": {"max_tokens": BUDGET},
-            "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
-        }  # fmt: skip
-        items = begun.post("/v1/responses", {"model": MODEL, **body}).json()["output"]
-        assert [item["type"] for item in items] == ["reasoning", "message"]
-        text = items[1]["content"][0]["text"]
-    else:
-        body = {
-            "messages": USER, "max_tokens": 200, "thinking": {"type": "enabled", "budget_tokens": BUDGET},
-            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
-        }  # fmt: skip
-        blocks = begun.post("/v1/messages", {"model": MODEL, **body}).json()["content"]
-        assert [block["type"] for block in blocks] == ["thinking", "text"]
-        text = blocks[1]["text"]
-    Draft202012Validator(SCHEMA).validate(json.loads(text))
-
-
 @pytest.mark.parametrize("budget", [0, 1, 12])
 def test_the_budget_is_kept(begun: Served, budget: int) -> None:
     body = {"messages": USER, "seed": 1, "max_tokens": 60, "thinking_token_budget": budget}
@@ -120,12 +93,6 @@ def test_the_budget_is_kept(begun: Served, budget: int) -> None:
     (choice,) = answer["choices"]
     assert choice["message"]["content"]
     assert bool(choice["message"].get("reasoning")) <= (budget > 0)
-
-
-def test_max_tokens_within_the_reasoning(begun: Served) -> None:
-    (choice,) = choices(begun, response_format=JSON_SCHEMA, **{**LIMITED, "max_tokens": 8})
-    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
-    assert choice["message"]["reasoning"]
 
 
 def test_required_calls_after_the_reasoning(begun: Served) -> None:
@@ -179,18 +146,3 @@ def test_a_schema_that_cannot_be_compiled(calling: Served) -> None:
             called.add(name)
     assert len(called) >= 2
     assert calling.engine.metrics.num_unconstrained_calls == 0
-
-
-def test_streamed_calls_are_the_same(calling: Served) -> None:
-    body: dict[str, Any] = {
-        "model": MODEL, "messages": USER, "seed": 2, "max_tokens": 150, "tools": TOOLS[:1],
-        "parallel_tool_calls": False, "logit_bias": biases(calling),
-    }  # fmt: skip
-    whole = calling.client().chat.completions.create(**body).choices[0].message
-    assert whole.tool_calls is not None
-    arguments = ""
-    for chunk in calling.client().chat.completions.create(**body, stream=True):
-        for call in chunk.choices[0].delta.tool_calls or ():
-            assert call.function is not None
-            arguments += call.function.arguments or ""
-    assert arguments == whole.tool_calls[0].function.arguments  # type: ignore[union-attr]

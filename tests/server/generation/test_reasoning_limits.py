@@ -97,18 +97,9 @@ NO_LIMITS = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "budget"), LIMITS)
-def test_budgets(always: Served, path: str, body: dict[str, Any], budget: int) -> None:
-    assert sent(always, path, body) == phases(budget)
-
-
-@pytest.mark.parametrize(("path", "body"), NO_LIMITS)
-def test_no_budget(always: Served, path: str, body: dict[str, Any]) -> None:
-    assert sent(always, path, body) is None
-
-
-@pytest.mark.parametrize(("path", "body", "budget"), LIMITS)
-def test_a_template_that_can_turn_reasoning_off(switched: Served, path: str, body: dict[str, Any], budget: int) -> None:
+@pytest.mark.parametrize(("path", "body", "budget"), LIMITS + [(*one, None) for one in NO_LIMITS])
+def test_budgets(always: Served, switched: Served, path: str, body: dict[str, Any], budget: int | None) -> None:
+    assert sent(always, path, body) == (None if budget is None else phases(budget))
     assert sent(switched, path, body) == (phases(budget) if budget else None)
 
 

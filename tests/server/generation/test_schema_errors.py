@@ -28,34 +28,19 @@ def response_format(schema: Any) -> Body:
 # A request with a schema in each place, and the name of the place.
 REQUESTS: list[tuple[str, Callable[[Any], Body], str]] = [
     (CHAT, lambda schema: {"messages": USER, **response_format(schema)}, "response_format.json_schema.schema"),
-    (
-        CHAT,
-        lambda schema: {"messages": USER, "response_format": {"type": "json_object", "schema": schema}},
-        "response_format.schema",
-    ),
+    (CHAT, lambda schema: {"messages": USER, "response_format": {"type": "json_object", "schema": schema}},
+     "response_format.schema"),
     (COMPLETIONS, lambda schema: {"prompt": "a", **response_format(schema)}, "response_format.json_schema.schema"),
     (COMPLETIONS, lambda schema: {"prompt": "a", "structured_outputs": {"json": schema}}, "structured_outputs.json"),
-    (
-        COMPLETIONS,
-        lambda schema: {"prompt": "a", "structured_outputs": {"json": json.dumps(schema)}},
-        "structured_outputs.json",
-    ),
-    (
-        RESPONSES,
-        lambda schema: {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": schema}}},
-        "text.format.schema",
-    ),
-    (
-        MESSAGES,
-        lambda schema: {
-            "messages": USER,
-            "max_tokens": 10,
-            "output_config": {"format": {"type": "json_schema", "schema": schema}},
-        },
-        "output_config.format.schema",
-    ),
+    (COMPLETIONS, lambda schema: {"prompt": "a", "structured_outputs": {"json": json.dumps(schema)}},
+     "structured_outputs.json"),
+    (RESPONSES, lambda schema: {"input": "a", "text": {"format": {"type": "json_schema", "schema": schema}}},
+     "text.format.schema"),
+    (MESSAGES, lambda schema: {"messages": USER, "max_tokens": 10,
+                               "output_config": {"format": {"type": "json_schema", "schema": schema}}},
+     "output_config.format.schema"),
     ("/api/chat", lambda schema: {"messages": USER, "format": schema, "stream": False}, "format"),
-]
+]  # fmt: skip
 FAULTS: list[tuple[Body, str]] = [
     ({"properties": {"a": {"type": 5}}}, ".properties.a.type must be a string or a list of strings"),
     ({"type": 5}, ".type must be a string or a list of strings"),

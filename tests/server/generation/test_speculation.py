@@ -175,16 +175,9 @@ def test_what_a_stop_string_cuts_off_was_not_accepted(predicting: Served) -> Non
 def test_a_stream_tells_the_same(predicting: Served) -> None:
     prediction = {"type": "content", "content": PREDICTED}
     known = chat(predicting, prediction=prediction)["usage"]["completion_tokens_details"]
-    body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 60, "temperature": 0}
-    chunks = list(
-        predicting.client().chat.completions.create(
-            model=MODEL,
-            stream=True,
-            stream_options={"include_usage": True},
-            prediction=prediction,  # type: ignore[arg-type]
-            **body,  # type: ignore[call-overload]
-        )
-    )
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 60, "temperature": 0}
+    body |= {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}, "prediction": prediction}
+    chunks = list(predicting.client().chat.completions.create(**body))
     details = chunks[-1].usage.completion_tokens_details
     assert details.accepted_prediction_tokens == known["accepted_prediction_tokens"] > 20
     assert details.rejected_prediction_tokens == known["rejected_prediction_tokens"]

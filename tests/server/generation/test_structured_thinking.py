@@ -6,48 +6,40 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
+from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.output_phases import ReasoningPhase
-from tests.support.serving import MODEL, Served, serve
-from tests.support.splitting import answer_format
+from tests.support.calling import USER, answering
+from tests.support.serving import MODEL, Served
 from tests.support.tool_formats import TOOLS
-from tools.fixtures.fake_engine import fake_config, script, tiny_tokenizer
 
 REASONING = "hm\n</think>\n\n"
 ANSWER = '{"a": 1}'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 INSIDE = ReasoningPhase("<think>", "</think>", begins_inside=True)
-USER = [{"role": "user", "content": "hi"}]
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'tools' if tools }}<think>\n"
-CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
 
 
 @pytest.fixture(scope="module")
 def thinking() -> Iterator[Served]:
-    known = answer_format("json_tools")
-    with serve(
-        script(REASONING + ANSWER), config=CONFIG, tokenizer=tiny_tokenizer(TEMPLATE), answer_format=known
-    ) as served:
+    with answering(REASONING + ANSWER, template=TEMPLATE) as served:
         yield served
-        served.wait_until_idle()
 
 
 def events(served: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the JSON of each line or event of a stream."""
-    with httpx.stream("POST", f"{served.url}{path}", json={**body, "stream": True}, timeout=60) as response:
-        assert response.status_code == 200, response.read()
-        lines = [line.removeprefix("data: ") for line in response.iter_lines()]
+    response = served.post(path, {**body, "stream": True})
+    assert response.status_code == 200, response.text
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines()]
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def whole(served: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
     response = served.post(path, {**body, "stream": False})
     assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return dict(response.json())
 
 
 def check_params(served: Served, number: int) -> None:
@@ -55,6 +47,32 @@ def check_params(served: Served, number: int) -> None:
     for params in served.runner.seen_params[-number:]:
         assert params.structured_outputs is not None and params.phases is not None
         assert params.phases.reasoning is not None and params.phases.reasoning == INSIDE
+
+
+def test_forced_calls() -> None:
+    arguments = '{"city": "Rome"}'
+    with answering(f'{REASONING}[{{"name": "find_trains", "parameters": {arguments}}}]', template=TEMPLATE) as served:
+        body = {"model": MODEL, "messages": USER, "tools": TOOLS, "tool_choice": "required"}
+        (answer,) = whole(served, "/v1/chat/completions", body)["choices"]
+        message = answer["message"]
+        assert (message["content"], message["reasoning"]) == (None, "hm")
+        assert [call["function"] for call in message["tool_calls"]] == [{"name": "find_trains", "arguments": arguments}]
+        deltas = [c["choices"][0]["delta"] for c in events(served, "/v1/chat/completions", body) if c["choices"]]
+        assert "".join(delta.get("reasoning") or "" for delta in deltas) == "hm"
+        streamed = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+        assert "".join(function["arguments"] for function in streamed) == arguments
+        check_params(served, 2)
+
+
+def test_without_reasoning_the_grammar_is_there_from_the_first_token() -> None:
+    """The template closes the reasoning, or the model does not reason."""
+    closed = TEMPLATE.replace("<think>\n", "<think>\n\n</think>\n\n")
+    for template, known in ((closed, None), (TEMPLATE, AnswerFormat())):
+        with answering(ANSWER, known, template) as served:
+            body = {"model": MODEL, "messages": USER, "response_format": JSON_SCHEMA}
+            (choice,) = whole(served, "/v1/chat/completions", body)["choices"]
+            assert (choice["message"]["content"], choice["message"].get("reasoning")) == (ANSWER, None)
+            assert served.runner.seen_params[-1].phases is None
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS}], ids=["plain", "tools"])
@@ -86,37 +104,6 @@ def test_cut_off_within_the_reasoning(thinking: Served) -> None:
     (choice,) = whole(thinking, "/v1/chat/completions", body)["choices"]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("hm", "")
     assert choice["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find_trains"}}])
-def test_forced_calls(choice: Any) -> None:
-    arguments = '{"city": "Rome"}'
-    calls = arguments if choice != "required" else f'[{{"name": "find_trains", "parameters": {arguments}}}]'
-    known = answer_format("json_tools")
-    with serve(
-        script(REASONING + calls), config=CONFIG, tokenizer=tiny_tokenizer(TEMPLATE), answer_format=known
-    ) as served:
-        body = {"model": MODEL, "messages": USER, "tools": TOOLS, "tool_choice": choice}
-        (answer,) = whole(served, "/v1/chat/completions", body)["choices"]
-        message = answer["message"]
-        assert (message["content"], message["reasoning"]) == (None, "hm")
-        assert [call["function"] for call in message["tool_calls"]] == [{"name": "find_trains", "arguments": arguments}]
-        deltas = [c["choices"][0]["delta"] for c in events(served, "/v1/chat/completions", body) if c["choices"]]
-        assert "".join(delta.get("reasoning") or "" for delta in deltas) == "hm"
-        streamed = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
-        assert "".join(function["arguments"] for function in streamed) == arguments
-        check_params(served, 2)
-
-
-def test_without_reasoning_the_grammar_is_there_from_the_first_token() -> None:
-    """The template closes the reasoning, or the model does not reason."""
-    closed = TEMPLATE.replace("<think>\n", "<think>\n\n</think>\n\n")
-    for template, known in ((closed, answer_format("json_tools")), (TEMPLATE, None)):
-        with serve(script(ANSWER), config=CONFIG, tokenizer=tiny_tokenizer(template), answer_format=known) as served:
-            body = {"model": MODEL, "messages": USER, "response_format": JSON_SCHEMA}
-            (choice,) = whole(served, "/v1/chat/completions", body)["choices"]
-            assert (choice["message"]["content"], choice["message"].get("reasoning")) == (ANSWER, None)
-            assert served.runner.seen_params[-1].phases is None
 
 
 def test_responses(thinking: Served) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.engine_thread import EngineThread
+from tests.server.test_errors import sse_events
 from tests.support.serving import MODEL, Served, serve
-from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import EOS, generated
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -24,17 +21,13 @@ def body_for(path: str, text: str = "One, two") -> dict[str, Any]:
 
 
 def post(served: Served, path: str, body: dict[str, Any]) -> Any:
-    answer = httpx.post(served.url + path, json=body, timeout=60)
+    answer = served.post(path, body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def chunks(served: Served, path: str, body: dict[str, Any]) -> list[Any]:
-    answer = httpx.post(served.url + path, json={**body, "stream": True}, timeout=60)
-    assert answer.status_code == 200, answer.text
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+    return sse_events(served.post(path, {**body, "stream": True}).text)
 
 
 def prompt_ids(served: Served, path: str, body: dict[str, Any]) -> list[int]:
@@ -79,15 +72,6 @@ def test_others_see_no_such_fields(served: Served, path: str) -> None:
     for given in ({}, {"return_token_ids": False}, {"return_token_ids": None}):
         for answer in (post(served, path, body_for(path) | given), *chunks(served, path, body_for(path) | given)):
             assert "token_ids" not in json.dumps(answer)
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[Served]:
-    """Yield a server on a real runner, which computes log probabilities."""
-    engine = AsyncEngine(EngineThread(tiny_engine))
-    engine.start()
-    with serve(engine=engine) as served:
-        yield served
 
 
 @pytest.mark.parametrize("path", PATHS)

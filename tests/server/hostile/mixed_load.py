@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+
+from tests.server.hostile.cases import Case
 
 SCHEMA = {
     "type": "object",
@@ -116,6 +121,7 @@ class Load:
         told: number of complete responses by kind of job.
         wrong: jobs with a different response, with the expected and actual content.
         num_left: number of disconnected clients.
+        seeds: source of the clients' seeds, which differ in each run.
         resident: samples of the server's resident memory in bytes.
     """
 
@@ -125,6 +131,7 @@ class Load:
     told: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[Job, Said, Said]] = field(default_factory=list)
     num_left: int = 0
+    seeds: random.Random = field(default_factory=lambda: random.Random(0))
 
     async def ask_alone(self) -> None:
         """Send each job by itself, twice. The second time, its prefix is cached."""
@@ -138,8 +145,8 @@ class Load:
         """Send requests from ``num_clients`` clients at once for ``seconds``."""
         end = time.monotonic() + seconds
         async with self._session() as session, asyncio.TaskGroup() as clients:
-            for i in range(num_clients):
-                clients.create_task(self._client(session, random.Random(i), end))
+            for _ in range(num_clients):
+                clients.create_task(self._client(session, random.Random(self.seeds.random()), end))
 
     def _session(self) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=600)
@@ -176,3 +183,30 @@ class Load:
         async with session.post(job.path, json=body) as response:
             for _ in range(num_pieces):
                 await response.content.readany()
+
+
+@contextmanager
+def hostile_client(send: Callable[[Case], int], cases: list[Case], num_least: int = 0) -> Iterator[list[int]]:
+    """Send hostile requests in a thread, ``num_least`` at least. Yields the list of statuses so far."""
+    over = threading.Event()
+    statuses: list[int] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for case in itertools.cycle(cases):
+                if over.is_set() and len(statuses) >= num_least:
+                    return
+                statuses.append(send(case))
+        except BaseException as error:  # noqa: BLE001  (raised again in the test's thread)
+            failures.append(error)
+
+    sender = threading.Thread(target=run)
+    sender.start()
+    try:
+        yield statuses
+    finally:
+        over.set()
+        sender.join()
+    for failure in failures:
+        raise failure

@@ -55,9 +55,8 @@ def server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("hostile")
     tokenizer = load_gguf_tokenizer(demo_path)
     tokenizer.chat_template = TOOL_TEMPLATE
-    model = write_checkpoint(
-        folder / "model", config={"vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id}
-    )
+    config = {"vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id}
+    model = write_checkpoint(folder / "model", config=config)
     tokenizer.save_pretrained(model)
     write_modules(model, {"pooling_mode_mean_tokens": True})  # lets the model score documents too
     with probed_server(model, folder, *FLAGS) as server:

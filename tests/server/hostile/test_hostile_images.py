@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.server.hostile.cases import Case
-from tests.server.hostile.mixed_load import Job, Load, jobs
+from tests.server.hostile.mixed_load import Job, Load, hostile_client, jobs
 from tests.server.hostile.sending import check_answer, exchange
 from tests.support.image_files import data_url, encoded, hostile_files, picture
 from tests.support.probed_server import ProbedServer, probed_server
@@ -72,33 +71,10 @@ def image_jobs() -> list[Job]:
     ]
 
 
-def send(server: ProbedServer, case: Case) -> None:
-    check_answer(case, exchange(server.port, case, case.body()))
-
-
-@contextmanager
-def hostile_client(server: ProbedServer, cases: list[Case]) -> Iterator[list[int]]:
-    """Send all cases repeatedly within this context. Yields a list that counts the rounds."""
-    over, rounds, failures = threading.Event(), [0], []
-
-    def run() -> None:
-        try:
-            while not over.is_set() or not rounds[0]:
-                for case in cases:
-                    send(server, case)
-                rounds[0] += 1
-        except BaseException as error:  # noqa: BLE001  (raised again in the test's thread)
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield rounds
-    finally:
-        over.set()
-        thread.join()
-    for failure in failures:
-        raise failure
+def send(server: ProbedServer, case: Case) -> int:
+    answer = exchange(server.port, case, case.body())
+    check_answer(case, answer)
+    return answer.status
 
 
 def idle_memory(server: ProbedServer) -> int:
@@ -126,10 +102,10 @@ def test_hostile_images_disturb_nobody(server: ProbedServer, seconds: float) -> 
         for case in cases:
             send(server, case)
     before = idle_memory(server)
-    with hostile_client(server, cases) as rounds:
+    with hostile_client(partial(send, server), cases, num_least=len(cases)):
         asyncio.run(load.run(8, seconds))
     assert not load.wrong, (len(load.wrong), load.wrong[:3])
-    assert set(load.told) == {job.kind for job in load.jobs} and rounds[0] >= 1
+    assert set(load.told) == {job.kind for job in load.jobs}
     assert idle_memory(server) - before < MAX_GROWTH
     assert server.health()["status"] == "ok" and server.health()["failed_steps"] == 0
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import statistics
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.hostile.cases import Case
-from tests.server.hostile.mixed_load import Load, jobs
+from tests.server.hostile.mixed_load import Load, hostile_client, jobs
 from tests.server.hostile.sending import check_answer, exchange
 from tests.server.hostile.suite import QUICK, every_case
 from tests.support.checkpoint_files import write_checkpoint, write_tokenizer
@@ -53,38 +53,8 @@ def send_hostile(server: ProbedServer, case: Case) -> int:
 
 
 @contextmanager
-def hostile_clients(server: ProbedServer, cases: list[Case]) -> Iterator[list[int]]:
-    """Run a client that sends hostile requests continuously. Yields the list of statuses so far."""
-    over = threading.Event()
-    statuses: list[int] = []
-    failures: list[BaseException] = []
-
-    def send() -> None:
-        try:
-            for case in itertools.cycle(cases):
-                if over.is_set():
-                    return
-                statuses.append(send_hostile(server, case))
-        except BaseException as error:  # noqa: BLE001  (raised again in the test's thread)
-            failures.append(error)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        yield statuses
-    finally:
-        over.set()
-        sender.join()
-    for failure in failures:
-        raise failure
-
-
-@contextmanager
 def resident_memory(server: ProbedServer) -> Iterator[list[int]]:
-    """Sample the server's resident memory in bytes, without memory kept by the allocator.
-
-    Yields the list of samples.
-    """
+    """Yield samples of the server's resident memory in bytes, without memory kept by the allocator."""
     over = threading.Event()
     sizes: list[int] = []
 
@@ -160,7 +130,7 @@ def test_answers_under_load_are_those_alone(
         if seconds > 60:
             fill(server, load, cases, num_clients)
             before = when_idle(server)
-        with hostile_clients(server, cases) as statuses, resident_memory(server) as resident:
+        with hostile_client(partial(send_hostile, server), cases) as statuses, resident_memory(server) as resident:
             asyncio.run(load.run(num_clients, seconds))
             for _ in range(10):  # a busy machine may need more time
                 if has_seen_all(load, counts(server)):

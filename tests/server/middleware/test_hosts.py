@@ -20,17 +20,9 @@ KNOWN = [
     *("host.docker.internal:8000", "host.containers.internal"),
 ]
 UNKNOWN = [
-    *(
-        "[::1].evil.example",
-        "[::1]8000",
-        "evil.example",
-        "evil.example:8000",
-        "localhost.evil.example",
-        "127.0.0.1.evil.example",
-        "notlocalhost",
-        "",
-    ),
-    *("localhost@evil.example", "evil.example#localhost", "localhost,evil.example", "localhost evil.example", "0x7f.1"),
+    *("[::1].evil.example", "[::1]8000", "evil.example", "evil.example:8000", "localhost.evil.example"),
+    *("127.0.0.1.evil.example", "notlocalhost", "", "localhost@evil.example", "evil.example#localhost"),
+    *("localhost,evil.example", "localhost evil.example", "0x7f.1"),
 ]
 
 

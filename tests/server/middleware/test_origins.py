@@ -57,12 +57,23 @@ def test_the_page_sends_its_header() -> None:
 @pytest.mark.parametrize("allowed", ["*", ORIGIN])
 def test_allowed_origins(allowed: str) -> None:
     marked = {"sec-fetch-site": "cross-site", "origin": ORIGIN}
-    with serve(args=ServerArgs(allowed_origins=(allowed,), shutdown_timeout=1)) as served:
-        response = CLIENT.post(served.url + "/v1/completions", json=BODY, headers=marked)
+    key, other = {"authorization": "Bearer k"}, {**marked, "origin": "https://other.example"}
+    with serve(args=ServerArgs(allowed_origins=(allowed,), api_key=("k",), shutdown_timeout=1)) as served:
+        url = served.url + "/v1/completions"
+        response = CLIENT.post(url, json=BODY, headers=marked | key)
         assert response.status_code == 200 and response.headers["access-control-allow-origin"] == allowed
-        other = {**marked, "origin": "https://other.example"}
-        status = CLIENT.post(served.url + "/v1/completions", json=BODY, headers=other).status_code
-        assert status == (200 if allowed == "*" else 403)
+        assert CLIENT.post(url, json=BODY, headers=other | key).status_code == (200 if allowed == "*" else 403)
+        response = CLIENT.post(url, json=BODY, headers=marked)
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (401, allowed)
+        asked = {"access-control-request-method": "POST"}
+        preflight, others = (CLIENT.options(url, headers=asked | {"origin": o}) for o in (ORIGIN, other["origin"]))
+        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, allowed)
+        assert ("access-control-allow-origin" in others.headers) == (allowed == "*")
+
+
+def test_no_origin_is_allowed_unless_told(served: Served) -> None:
+    response = CLIENT.get(served.url + "/v1/models", headers={"origin": "http://localhost:3000"})
+    assert "access-control-allow-origin" not in response.headers
 
 
 def test_no_places_are_taken_under_other_names(served: Served) -> None:

@@ -13,15 +13,9 @@ import pytest
 
 from metal_engine.server.openai.response_state import ResponseState
 from tests.server.test_errors import check_error
-from tests.support.background import CONFIG, HTTP, LONG, SLOW, finished, wait_for_status, wait_until_freed
+from tests.support.background import HTTP, LONG, SLOW, finished, wait_for_status, wait_until_freed
+from tests.support.calling import CONFIG, FLAT_TOOLS, RECORD
 from tests.support.serving import MODEL, Served, serve, wait_until
-from tests.support.splitting import answer_format
-from tests.support.tool_formats import RECORDED, TOOLS
-from tools.fixtures.fake_engine import TOOL_TEMPLATE, script, tiny_tokenizer
-
-FLAT_TOOLS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
-RECORD = RECORDED[0]
-ANSWER = f"<think>\nhm\n</think>\n\n{RECORD.text}"
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +28,6 @@ def _slow() -> Iterator[Served]:
 def slow(_slow: Served) -> Iterator[Served]:
     yield _slow
     _slow.wait_until_idle()
-
-
-@pytest.fixture(scope="module")
-def calling() -> Iterator[Served]:
-    tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
-    with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
-        yield served
 
 
 def test_its_states(calling: Served) -> None:
@@ -90,17 +77,6 @@ def test_cancelling_what_has_finished(served: Served) -> None:
     assert "created with background" in error["message"]
 
 
-def test_a_conversation_in_the_background(served: Served) -> None:
-    client = served.client()
-    first = finished(client, client.responses.create(model=MODEL, input="a", background=True, max_output_tokens=5).id)
-    more: dict[str, Any] = {"input": "b", "previous_response_id": first.id, "max_output_tokens": 5}
-    second = finished(client, client.responses.create(model=MODEL, background=True, **more).id)
-    plain = client.responses.create(model=MODEL, **more)
-    assert plain.usage is not None and second.usage.input_tokens == plain.usage.input_tokens
-    assert second.output_text == plain.output_text and second.previous_response_id == first.id
-    served.wait_until_idle()
-
-
 def test_an_unfinished_response_cannot_be_continued(slow: Served) -> None:
     client = slow.client()
     begun = client.responses.create(**LONG)
@@ -110,21 +86,13 @@ def test_an_unfinished_response_cannot_be_continued(slow: Served) -> None:
 
 
 UNKNOWN = [
-    ("GET", "resp-0"),
-    ("GET", "resp-0?stream=true"),
-    ("GET", "resp-0/input_items"),
-    ("POST", "resp-0/cancel"),
-    ("DELETE", "resp-0"),
+    *(("GET", f"resp-0{more}") for more in ("", "?stream=true", "/input_items")),
+    *(("POST", "resp-0/cancel"), ("DELETE", "resp-0")),
 ]
 
 
-@pytest.mark.parametrize(("method", "path"), UNKNOWN)
-def test_unknown_ids(served: Served, method: str, path: str) -> None:
-    response = HTTP.request(method, f"{served.url}/v1/responses/{path}")
-    check_error(response, 404, None, "response_not_found")
-
-
 def test_deleting_while_it_runs(slow: Served) -> None:
+    """Its id is as unknown as any other afterwards."""
     client = slow.client()
     begun = client.responses.create(**LONG)
     wait_for_status(client, begun.id, "in_progress")
@@ -263,20 +231,6 @@ def test_two_cancel_at_once(slow: Served) -> None:
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(client.responses.cancel, begun.id) for _ in range(8)]:
             assert done.result().status == "cancelled"
-
-
-def test_a_page_of_another_origin_cannot_cancel(slow: Served) -> None:
-    client = slow.client()
-    begun = client.responses.create(**LONG)
-    url = f"{slow.url}/v1/responses/{begun.id}"
-    for method, path in (("POST", "/cancel"), ("DELETE", "")):
-        answer = HTTP.request(method, url + path, headers={"sec-fetch-site": "cross-site"})
-        check_error(answer, 403, None, "origin_not_allowed")
-    for path in ("", "/input_items", "/cancel"):
-        HTTP.get(url + path)
-    assert client.responses.retrieve(begun.id).status in ("queued", "in_progress")
-    assert HTTP.get(url + "/cancel").status_code == 405
-    client.responses.delete(begun.id)
 
 
 def test_deleted_and_rejected_responses_are_freed(slow: Served, states: WeakSet[ResponseState]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from tests.support.serving import MODEL, Served, serve
 from tools.fixtures.fake_engine import byte_ids, echo, fake_config, generated, tiny_tokenizer
 
+NOW = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, str]]]] = [
     # messages of a client, messages passed to the template
     ([{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}]),
@@ -24,11 +24,7 @@ CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, str]]]] = [
         [
             {"role": "system", "content": "日本語"},
             {"role": "user", "content": "what time is it?", "name": "ann"},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
-            },
+            {"role": "assistant", "content": None, "tool_calls": [NOW]},
             {"role": "tool", "content": "noon", "tool_call_id": "1"},
         ],
         [
@@ -48,41 +44,25 @@ def expected_text(served: Served, messages: list[dict[str, str]], num_tokens: in
 
 @pytest.mark.parametrize(("messages", "given"), CONVERSATIONS)
 def test_chat(served: Served, messages: Any, given: list[dict[str, str]]) -> None:
-    completion = served.client().chat.completions.create(model=MODEL, messages=messages, max_tokens=25)
+    """The newer name of the limit wins."""
+    create = served.client().chat.completions.create
+    completion = create(model=MODEL, messages=messages, max_tokens=50, max_completion_tokens=25)
+    text, num_prompt_tokens = expected_text(served, given, 25), len(served.tokenizer.apply_chat_template(given))
     (choice,) = completion.choices
-    assert choice.message.content == expected_text(served, given, 25)
+    assert choice.message.content == text
     assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
     assert completion.id.startswith("chatcmpl-") and completion.object == "chat.completion"
     assert completion.usage is not None
-    assert completion.usage.prompt_tokens == len(served.tokenizer.apply_chat_template(given))
-    assert completion.usage.completion_tokens == 25
-
-
-@pytest.mark.parametrize(("messages", "given"), CONVERSATIONS)
-def test_stream(served: Served, messages: Any, given: list[dict[str, str]]) -> None:
-    stream = served.client().chat.completions.create(
-        model=MODEL, messages=messages, max_completion_tokens=40, stream=True, stream_options={"include_usage": True}
-    )
+    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (num_prompt_tokens, 25)
+    stream = create(model=MODEL, messages=messages, max_tokens=25, stream=True, stream_options={"include_usage": True})
     first, *middle, finish, usage = list(stream)
     assert first.choices[0].delta.role == "assistant" and not first.choices[0].delta.content
     assert all(chunk.choices[0].delta.role is None for chunk in middle)
-    content = "".join(chunk.choices[0].delta.content or "" for chunk in middle)
-    assert content == expected_text(served, given, 40)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == text
     assert [chunk.choices[0].finish_reason for chunk in middle] == [None] * len(middle)
     assert finish.choices[0].finish_reason == "length" and finish.choices[0].delta.content is None
-    assert usage.choices == [] and usage.usage is not None and usage.usage.completion_tokens == 40
+    assert usage.choices == [] and usage.usage is not None and usage.usage.completion_tokens == 25
     assert {chunk.object for chunk in (first, *middle, finish, usage)} == {"chat.completion.chunk"}
-
-
-def test_async_client(served: Served) -> None:
-    async def ask() -> str:
-        async with served.async_client() as client:
-            stream = await client.chat.completions.create(
-                model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=10, stream=True
-            )
-            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    assert asyncio.run(ask()) == expected_text(served, [{"role": "user", "content": "hi"}], 10)
 
 
 def test_without_a_limit_the_answer_fills_the_context() -> None:
@@ -91,12 +71,6 @@ def test_without_a_limit_the_answer_fills_the_context() -> None:
         completion = served.client().chat.completions.create(model=MODEL, messages=messages)
         assert completion.usage is not None and completion.usage.total_tokens == 96
         assert completion.choices[0].finish_reason == "length"
-
-
-def test_max_completion_tokens_wins(served: Served) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "max_completion_tokens": 5}
-    usage = served.post("/v1/chat/completions", body).json()["usage"]
-    assert usage["completion_tokens"] == 5
 
 
 def test_special_tokens_are_no_text(echoing: Served) -> None:
@@ -113,20 +87,16 @@ def test_a_model_without_a_template_refuses_chat_but_completes() -> None:
         assert text == "ab"
 
 
-def test_prefill_continues_the_last_message(served: Served) -> None:
-    messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, I "}]
+def test_the_end_of_the_prompt(served: Served) -> None:
+    """A prefill continues the last message. Without a generation prompt, the prompt ends with the last message."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, I "}]
     prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell, I "
-    for extra in ({}, {"add_generation_prompt": False}):
-        body = {"messages": messages, "max_tokens": 20, "continue_final_message": True, **extra}
-        answer = served.post("/v1/chat/completions", body).json()
-        ids = served.tokenizer.encode(prompt)
+    for fields, end in (
+        ({"continue_final_message": True}, ""),
+        ({"continue_final_message": True, "add_generation_prompt": False}, ""),
+        ({"add_generation_prompt": False}, "<|im_end|>\n"),
+    ):
+        answer = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 20, **fields}).json()
+        ids = served.tokenizer.encode(prompt + end)
         assert answer["choices"][0]["message"]["content"] == "".join(map(chr, generated(ids, 20)))
         assert answer["usage"]["prompt_tokens"] == len(ids)
-
-
-def test_without_a_generation_prompt(served: Served) -> None:
-    messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
-    body = {"messages": messages, "max_tokens": 20, "add_generation_prompt": False}
-    ids = served.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell<|im_end|>\n")
-    answer = served.post("/v1/chat/completions", body).json()
-    assert answer["choices"][0]["message"]["content"] == "".join(map(chr, generated(ids, 20)))

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from tests.server.test_errors import check_error
-from tests.support.serving import MODEL, serve
-from tests.support.splitting import answer_format
+from tests.support.calling import CONFIG, answering
+from tests.support.serving import MODEL, Served
 from tests.text.test_message_rules import ALTERNATING, SYSTEM_FIRST
-from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
+from tools.fixtures.fake_engine import TOOL_TEMPLATE
 
-CONFIG = fake_config(max_model_len=8192, num_blocks=4096, max_num_batched_tokens=2048)
 TARGET = {"type": "object", "properties": {"target": {"type": "string"}}, "required": ["target"]}
 
 
@@ -59,9 +58,7 @@ ANSWER = "".join(
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, SYSTEM_FIRST, ALTERNATING], ids=["any", "system first", "turns"])
 def test_a_turn_and_the_next(template: str) -> None:
     """Calls have their namespaces. In the next turn, the first prompt is a cached prefix."""
-    tokenizer = tiny_tokenizer(template)
-    format_ = answer_format("json_tools")
-    with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=format_) as served:
+    with answering(ANSWER, template=template) as served:
         first = served.post("/v1/responses", REQUEST).json()
         calls = [item for item in first["output"] if item["type"] == "function_call"]
         assert [(call["name"], call.get("namespace")) for call in calls] == [(own, space) for _, own, space in CALLED]
@@ -71,30 +68,20 @@ def test_a_turn_and_the_next(template: str) -> None:
         assert second["status"] == "completed"
         cached = second["usage"]["input_tokens_details"]["cached_tokens"]
         assert cached >= first["usage"]["input_tokens"] - CONFIG.cache.block_size
-        served.wait_until_idle()
-
-
-def test_a_stream_names_calls_as_the_client_does() -> None:
-    with serve(script(ANSWER), config=CONFIG, answer_format=answer_format("json_tools")) as served:
         known = {name: value for name, value in REQUEST.items() if name != "client_metadata"}
         stream = served.client().responses.create(**known, stream=True)
         items = [event.item for event in stream if event.type.startswith("response.output_item.")]
         named = [(item.name, getattr(item, "namespace", None)) for item in items]  # type: ignore[union-attr]
-        expected = [(own, space) for _, own, space in CALLED for _ in ("added", "done")]
-        assert named == expected
-        served.wait_until_idle()
+        assert named == [(own, space) for _, own, space in CALLED for _ in ("added", "done")]
 
 
 def test_the_model_knows_functions_by_their_full_names() -> None:
     """Full names are used in the list of tools, in earlier calls, and in a forced call."""
-    tokenizer = tiny_tokenizer(
-        TOOL_TEMPLATE.replace("m['content'] }}", "m['content'] }}{{ (m.tool_calls or []) | tojson }}")
-    )
+    template = TOOL_TEMPLATE.replace("m['content'] }}", "m['content'] }}{{ (m.tool_calls or []) | tojson }}")
     call = {"type": "function_call", "call_id": "c", "name": "close_agent", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "c", "output": "done"}
-    with serve(config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
-        in_space = {**call, "namespace": "multi_agent_v1"}
-        flat = {**call, "name": "multi_agent_v1__close_agent"}
+    in_space, flat = {**call, "namespace": "multi_agent_v1"}, {**call, "name": "multi_agent_v1__close_agent"}
+    with answering("x", template=template) as served:
         sizes = []
         for one in (in_space, flat):
             body = {**REQUEST, "input": [*REQUEST["input"], one, result], "max_output_tokens": 1}
@@ -104,21 +91,15 @@ def test_the_model_knows_functions_by_their_full_names() -> None:
         served.post("/v1/responses", {**REQUEST, "tool_choice": choice, "max_output_tokens": 1})
         structured = served.runner.seen_params[-1].structured_outputs
         assert structured is not None and "target" in json.dumps(structured.json)
-        served.wait_until_idle()
 
 
-BAD = [
+@pytest.mark.parametrize("tools", [
     [namespace("a", "f"), function("a__f")],  # two functions with one name
     [{"type": "namespace", "name": "a", "tools": [{"type": "web_search"}]}],
     [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}],
     [{"type": "namespace", "tools": [function("f"), function("f")]}],
     [namespace("a" * 256, "f")],
     [{"type": "namespace", "name": "a", "tools": 5}],
-]
-
-
-@pytest.mark.parametrize("tools", BAD)
-def test_bad_namespaces(tools: list[Any]) -> None:
-    with serve(config=CONFIG, answer_format=answer_format("json_tools")) as served:
-        check_error(served.post("/v1/responses", {**REQUEST, "tools": tools, "max_output_tokens": 1}), 400, "tools")
-        served.wait_until_idle()
+])  # fmt: skip
+def test_bad_namespaces(calling: Served, tools: list[Any]) -> None:
+    check_error(calling.post("/v1/responses", {**REQUEST, "tools": tools, "max_output_tokens": 1}), 400, "tools")

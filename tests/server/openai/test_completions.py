@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.sampling_params import SamplingParams
-from tests.support.serving import MODEL, Served, serve
+from tests.server.test_errors import sse_events
+from tests.support.serving import MODEL, Served
 from tests.support.sweeps import sweep
-from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import EOS, byte_ids, generated
 
 TEXTS = ["Once upon a time", "the thing", "é", "日本語 😀 text", "x" * 300]
@@ -54,25 +50,15 @@ def test_stream_equals_completion(served: Served, prompt: str) -> None:
     assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 50
 
 
-def test_stream_without_usage(served: Served) -> None:
-    chunks = list(served.client().completions.create(model=MODEL, prompt="a", max_tokens=3, stream=True))
-    assert all(chunk.usage is None and chunk.choices for chunk in chunks)
-
-
 def test_event_stream_format(served: Served) -> None:
+    """The model is optional, there are 16 tokens by default, and a stream has the usage only on request."""
+    answer = served.post("/v1/completions", {"prompt": "a"}).json()
+    assert (answer["model"], answer["usage"]["completion_tokens"]) == (MODEL, 16)
     response = served.post("/v1/completions", {"prompt": "a", "max_tokens": 5, "stream": True})
+    assert '"usage":{' not in response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.text.endswith("\n\ndata: [DONE]\n\n")
     assert all(event.startswith("data: ") for event in response.text.strip().split("\n\n"))
-
-
-def test_max_tokens_defaults_to_16(served: Served) -> None:
-    completion = served.client().completions.create(model=MODEL, prompt="a")
-    assert completion.usage is not None and completion.usage.completion_tokens == 16
-
-
-def test_model_is_optional(served: Served) -> None:
-    assert served.post("/v1/completions", {"prompt": "a"}).json()["model"] == MODEL
 
 
 PROMPT_LISTS = [
@@ -93,85 +79,39 @@ def test_several_prompts(served: Served, prompts: list[str] | list[list[int]], s
         with client.completions.create(model=MODEL, prompt=prompts, max_tokens=30, stream=True) as chunks:
             choices = [choice for chunk in chunks for choice in chunk.choices]
     else:
-        choices = client.completions.create(model=MODEL, prompt=prompts, max_tokens=30).choices
+        answer = client.completions.create(model=MODEL, prompt=prompts, max_tokens=30)
+        choices = answer.choices
         assert [choice.index for choice in choices] == list(range(len(prompts)))
     for choice in choices:
         texts[choice.index] += choice.text
         reasons[choice.index] += [choice.finish_reason] if choice.finish_reason else []
     assert texts == [expected_text(served, prompt, 30) for prompt in prompts]
     assert reasons == [["length"]] * len(prompts)
+    if not stream:
+        assert answer.usage is not None and answer.usage.completion_tokens == 30 * len(prompts)
 
 
-def test_several_prompts_sum_their_usage(served: Served) -> None:
-    completion = served.client().completions.create(model=MODEL, prompt=[[1, 2], [3, 4, 5]], max_tokens=7)
-    assert completion.usage is not None
-    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (5, 14)
+LENGTH = {"ignore_eos": True, "max_tokens": 9}
 
 
-def test_end_of_sequence(echoing: Served) -> None:
-    completion = echoing.client().completions.create(model=MODEL, prompt=byte_ids("abc"), max_tokens=50)
-    (choice,) = completion.choices
-    assert (choice.text, choice.finish_reason) == ("abc", "stop")
-    assert choice.stop_reason is None  # type: ignore[attr-defined]
-    assert completion.usage is not None and completion.usage.completion_tokens == 4
-
-
-def test_ignore_eos(echoing: Served) -> None:
-    body = {"prompt": byte_ids("abc"), "max_tokens": 6, "ignore_eos": True}
+@pytest.mark.parametrize(("fields", "text", "reason", "stop_reason"), [
+    ({}, "é: abc", "stop", None),
+    ({"stop": ["c", "zz"]}, "é: ab", "stop", "c"),
+    ({"stop": "bcd"}, "é: abc", "stop", None),
+    ({"stop_token_ids": [ord("b"), EOS]}, "é: a", "stop", ord("b")),
+    (LENGTH, "é: abc", "length", None),
+    ({**LENGTH, "skip_special_tokens": False}, "é: abc<|im_end|><|im_end|>", "length", None),
+])  # fmt: skip
+def test_the_end_of_an_output(
+    echoing: Served, fields: dict[str, Any], text: str, reason: str, stop_reason: Any
+) -> None:
+    body = {"prompt": byte_ids("é: abc"), "max_tokens": 50, **fields}
     choice = echoing.post("/v1/completions", body).json()["choices"][0]
-    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
-    choice = echoing.post("/v1/completions", {**body, "skip_special_tokens": False}).json()["choices"][0]
-    assert choice["text"] == "abc" + "<|im_end|>" * 3
-
-
-def test_stop_token_ids(echoing: Served) -> None:
-    body = {"prompt": byte_ids("abcd"), "max_tokens": 50, "stop_token_ids": [ord("c"), EOS]}
-    choice = echoing.post("/v1/completions", body).json()["choices"][0]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", ord("c"))
-
-
-def stop_tokenizations() -> list[list[int]]:
-    """Return `see: STOP now`, with STOP as every mix of single bytes and the merges ST (261) and OP (262)."""
-    first = [byte_ids("ST"), [261]]
-    second = [byte_ids("OP"), [262]]
-    return [byte_ids("see: ") + a + b + byte_ids(" now") for a, b in itertools.product(first, second)]
-
-
-@pytest.mark.parametrize("prompt", stop_tokenizations())
-@pytest.mark.parametrize("stop", ["STOP", ["TO", "never"], ["STOP now", "OP n"], ["P", "STOP"], [" now"]])
-def test_stop_strings_never_leak(echoing: Served, prompt: list[int], stop: str | list[str]) -> None:
-    text = "see: STOP now"
-    stops = [stop] if isinstance(stop, str) else stop
-    ends = [(text.find(s) + len(s), text.find(s), s) for s in stops if s in text]
-    _, at, reason = min(ends)
-    body = {"prompt": prompt, "max_tokens": 50, "stop": stop}
-    choice = echoing.post("/v1/completions", body).json()["choices"][0]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text[:at], "stop", reason)
-    chunks = list(
-        echoing.client().completions.create(model=MODEL, prompt=prompt, max_tokens=50, stop=stop, stream=True)
-    )
-    assert "".join(chunk.choices[0].text for chunk in chunks) == text[:at]
-    assert chunks[-1].choices[0].finish_reason == "stop"
-
-
-def test_beginning_of_a_stop_string_is_shown_at_the_end(echoing: Served) -> None:
-    for max_tokens, shown in ((4, "a ST"), (50, "a STO")):
-        choice = echoing.post(
-            "/v1/completions", {"prompt": byte_ids("a STO"), "max_tokens": max_tokens, "stop": "STOP"}
-        ).json()["choices"][0]
-        assert choice["text"] == shown
-
-
-@pytest.mark.parametrize(
-    "text", ["é", "naïve 日本語", "😀👩‍👩‍👧‍👦 done", "a\u2028b\x85c\r\n\td\x0be\x00f", "\ufffd real"]
-)
-def test_characters_are_never_broken(echoing: Served, text: str) -> None:
-    prompt = byte_ids(text)
-    chunks = list(echoing.client().completions.create(model=MODEL, prompt=prompt, max_tokens=100, stream=True))
-    pieces = [chunk.choices[0].text for chunk in chunks]
-    assert "".join(pieces) == text
-    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
-    assert echoing.post("/v1/completions", {"prompt": prompt, "max_tokens": 100}).json()["choices"][0]["text"] == text
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, reason, stop_reason)
+    events = sse_events(echoing.post("/v1/completions", body | {"stream": True}).text)
+    chunks = [event["choices"][0] for event in events]
+    assert "".join(chunk["text"] for chunk in chunks) == text
+    assert (chunks[-1]["finish_reason"], chunks[-1]["stop_reason"]) == (reason, stop_reason)
 
 
 def test_sampling_parameters_reach_the_runner(served: Served) -> None:
@@ -195,17 +135,6 @@ def test_neutral_and_harmless_parameters_are_accepted(served: Served) -> None:
     }  # fmt: skip
     response = served.post("/v1/completions", {"prompt": "a", "max_tokens": 2, **body})
     assert response.status_code == 200, response.text
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[Served]:
-    """Yield a server on a model with random weights, for log probabilities."""
-    core = tiny_engine()
-    engine = AsyncEngine(EngineThread(lambda: core))
-    engine.start()
-    with serve(engine=engine) as served:
-        yield served
-        served.wait_until_idle()
 
 
 @pytest.mark.parametrize("seed", sweep(range(6), lambda seed: seed < 2))

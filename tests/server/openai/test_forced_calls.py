@@ -82,18 +82,10 @@ def check_calls(calls: list[tuple[str, str]], tools: list[dict[str, Any]]) -> No
 
 
 def test_required(tiny: Served) -> None:
-    body = {
-        "messages": USER,
-        "tools": TOOLS,
-        "tool_choice": "required",
-        "max_tokens": 200,
-        "n": 12,
-        "seed": 1,
-        "temperature": 1.5,
-    }
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": "required", "max_tokens": 200, "n": 12, "seed": 1}
     called = set()
     num_complete = 0
-    for choice in tiny.post(CHAT, body).json()["choices"]:
+    for choice in tiny.post(CHAT, {**body, "temperature": 1.5}).json()["choices"]:
         calls = [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"]["tool_calls"]]
         assert choice["message"]["content"] is None and calls
         complete = choice["finish_reason"] == "tool_calls"
@@ -120,13 +112,8 @@ def test_named(tiny: Served, name: str) -> None:
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_streams_are_the_same(tiny: Served, parallel: bool) -> None:
-    body: dict[str, Any] = {
-        "tools": TOOLS,
-        "tool_choice": "required",
-        "max_tokens": 150,
-        "seed": 0,
-        "parallel_tool_calls": parallel,
-    }
+    body: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 150, "seed": 0}
+    body["parallel_tool_calls"] = parallel
     (choice,) = tiny.post(CHAT, {"messages": USER, **body}).json()["choices"]
     calls = [[c["function"]["name"], c["function"]["arguments"]] for c in choice["message"]["tool_calls"]]
     assert parallel or len(calls) == 1
@@ -168,40 +155,13 @@ def test_what_cannot_be_forced(tiny: Served) -> None:
             check_error(tiny.post(CHAT, body), 400, param)
 
 
-def test_the_answers_own_format_does_not_matter(tiny: Served) -> None:
-    body = {"messages": USER, "tools": TOOLS, "tool_choice": named("is_bool"), "max_tokens": 60, "seed": 0}
-    shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}
-    plain, formatted = (
-        tiny.post(CHAT, {**body, **more}).json()["choices"][0]["message"]["tool_calls"][0]["function"]
-        for more in ({}, {"response_format": shape})
-    )
-    assert plain == formatted
-
-
-def test_a_template_without_tools_is_told_of_them(tiny: Served) -> None:
-    """Tools are appended to the client's system message, or form a new one."""
-    for messages in (USER, [{"role": "system", "content": "Be brief."}, *USER]):
-        body = {"messages": messages, "tools": TOOLS, "tool_choice": "required"}
-        prompt = tiny.tokenizer.decode(tiny.post("/tokenize", body).json()["tokens"])
-        assert prompt.count("<|im_start|>system") == 1
-        assert all(json.dumps(name) in prompt for name in NAMES)
-        assert ("Be brief." in prompt) == (messages is not USER)
-        assert prompt.endswith("hi<|im_end|>\n<|im_start|>assistant\n")
-
-
 def test_messages_that_are_cut_off_within_a_call(tiny: Served) -> None:
     """A whole response has as much of the call's input as the official client builds from the stream."""
     client = anthropic.Anthropic(base_url=tiny.url, api_key="none", max_retries=0)
     tools: Any = [{"name": "f", "input_schema": OBJECTS[0]}]
     for max_tokens in (1, 2, 3, 9, 30):
-        body: dict[str, Any] = {
-            "model": MODEL,
-            "max_tokens": max_tokens,
-            "messages": USER,
-            "tools": tools,
-            "tool_choice": {"type": "tool", "name": "f"},
-            "extra_body": {"temperature": 0},
-        }
+        body: dict[str, Any] = {"model": MODEL, "max_tokens": max_tokens, "messages": USER, "tools": tools}
+        body |= {"tool_choice": {"type": "tool", "name": "f"}, "extra_body": {"temperature": 0}}
         whole = client.messages.create(**body)
         with client.messages.stream(**body) as stream:
             in_stream = stream.get_final_message()

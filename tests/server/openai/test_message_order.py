@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from metal_engine.server.openai.message_order import in_accepted_order
+from tests.support.calling import CONFIG
 from tests.support.serving import MODEL, serve
 from tests.text.test_message_rules import ALTERNATING, LEAVES_OUT, SYSTEM_FIRST
-from tools.fixtures.fake_engine import CHAT_TEMPLATE, fake_config, tiny_tokenizer
-
-CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
+from tools.fixtures.fake_engine import CHAT_TEMPLATE, tiny_tokenizer
 
 
 def chat(*pairs: str) -> list[dict[str, Any]]:

@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.server.errors import APIError
 from metal_engine.server.openai.response_state import AskedResponse, ResponseState
 from metal_engine.server.openai.response_store import ResponseStore
-from metal_engine.settings.args import ServerArgs
 from metal_engine.sizes import num_characters
 from tests.server.test_errors import check_error
+from tests.support.calling import FLAT_TOOLS, RECORD
 from tests.support.serving import MODEL, Served, serve
-from tests.support.splitting import answer_format
-from tests.support.tool_formats import RECORDED, TOOLS
-from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
-
-CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
-FLAT_TOOLS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
-RECORD = RECORDED[0]
-ANSWER = f"<think>\nhm\n</think>\n\n{RECORD.text}"
-
-
-@pytest.fixture(scope="module")
-def _calling() -> Iterator[Served]:
-    tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
-    with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
-        yield served
-
-
-@pytest.fixture
-def calling(_calling: Served) -> Iterator[Served]:
-    yield _calling
-    _calling.wait_until_idle()
+from tests.support.tool_formats import TOOLS
 
 
 def prompt_tokens(served: Served, messages: list[dict[str, Any]], **more: Any) -> int:
@@ -147,18 +125,10 @@ def test_what_comes_back_is_what_was_said(calling: Served) -> None:
     assert by_id.usage.input_tokens == prompt_tokens(calling, messages, tools=TOOLS)
 
 
-def test_parts_are_joined(served: Served) -> None:
-    given: list[Any] = [
-        {"role": "developer", "content": "Brief."},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}] * 2},
-    ]
-    response = served.client().responses.create(model=MODEL, input=given, max_output_tokens=1)
-    messages = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "a\na"}]
-    assert response.usage is not None and response.usage.input_tokens == prompt_tokens(served, messages)
-
-
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": "hi", "n": 3}, "n"),
+    ({"input": "hi", "n": 3, "stream": True}, "n"),
+    ({"input": "hi", "allowed_token_ids": [5, 2**63]}, "allowed_token_ids"),
     ({"input": "hi", "metadata": {"a": 5}}, "metadata"),
     ({}, "input"),
     ({"input": 5}, "input"),
@@ -186,25 +156,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("body", "param"), BAD)
 def test_bad_requests(served: Served, body: dict[str, Any], param: str) -> None:
     code = "context_length_exceeded" if len(str(body)) > 500 or body.get("max_output_tokens") == 10_000 else None
-    error = check_error(served.post("/v1/responses", body), 400, param, code)
-    assert error["message"]
+    check_error(served.post("/v1/responses", body), 400, param, code)
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"conversation": "conv_1"},
-        {"conversation": {"id": "conv_1"}},
-        {"prompt": {"id": "pmpt_1"}},
-        {"context_management": [{"type": "compaction", "compact_threshold": 1000}]},
-        {"moderation": {"model": "omni-moderation-latest"}},
-        {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]},
-        {"top_logprobs": 2},
-        {"logprobs": True},
-        {"prompt_logprobs": 1},
-        {"prompt_logprobs": 0},
-    ],
-)
+@pytest.mark.parametrize("field", [
+    {"conversation": "conv_1"}, {"conversation": {"id": "conv_1"}}, {"prompt": {"id": "pmpt_1"}},
+    {"context_management": [{"type": "compaction", "compact_threshold": 1000}]},
+    {"moderation": {"model": "omni-moderation-latest"}},
+    {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]},
+    {"top_logprobs": 2}, {"logprobs": True}, {"prompt_logprobs": 1}, {"prompt_logprobs": 0},
+])  # fmt: skip
 def test_fields_that_would_change_the_response(served: Served, field: dict[str, Any]) -> None:
     (name,) = field
     check_error(served.post("/v1/responses", {"input": "a", **field}), 400, name, "unsupported_parameter")
@@ -310,10 +271,3 @@ def test_the_number_of_items_is_limited(served: Served, monkeypatch: pytest.Monk
     monkeypatch.setattr("metal_engine.server.openai.responses.MAX_ITEMS", 0)
     with pytest.raises(openai.BadRequestError, match="input and the responses before it have too many items"):
         served.client().responses.create(model=MODEL, input="hi")
-
-
-def test_nothing_is_stored_if_told_so() -> None:
-    with serve(args=ServerArgs(max_stored_responses=0), answer_format=AnswerFormat()) as served:
-        response = served.client().responses.create(model=MODEL, input="hi", max_output_tokens=1)
-        with pytest.raises(openai.NotFoundError):
-            served.client().responses.retrieve(response.id)

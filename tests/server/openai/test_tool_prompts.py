@@ -7,20 +7,13 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
+from tests.support.calling import CLAUDE_TOOLS, CONFIG, RECORD, USER
 from tests.support.serving import MODEL, Served, serve
-from tests.support.tool_formats import RECORDED, TOOLS
-from tools.fixtures.fake_engine import fake_config, script, tiny_tokenizer
+from tests.support.tool_formats import TOOLS
+from tools.fixtures.fake_engine import script, tiny_tokenizer
 
-CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
-USER: list[Any] = [{"role": "user", "content": "hi"}]
-RECORD = RECORDED[0]
-RESPONSE_TOOLS: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
-CLAUDE_TOOLS: Any = [
-    {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS
-]
 # Refuses the same messages as several published templates.
 ALTERNATING = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] or (loop.index0 and "
@@ -47,36 +40,6 @@ def test_chat_completions(calling: Served) -> None:
         message = stream.get_final_completion().choices[0].message
     assert message.content == RECORD.content and message.tool_calls is not None
     assert [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls] == RECORD.calls
-
-
-def test_messages(calling: Served) -> None:
-    client = anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0)
-    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 1000, "messages": USER, "tools": CLAUDE_TOOLS}
-    with client.messages.stream(**asked) as stream:
-        in_stream = stream.get_final_message()
-    for message in (client.messages.create(**asked), in_stream):
-        text, *calls = message.content
-        assert text.text == RECORD.content and message.stop_reason == "tool_use"  # type: ignore[union-attr]
-        assert [(call.name, call.input) for call in calls] == RECORD.calls  # type: ignore[union-attr]
-
-
-def test_responses(calling: Served) -> None:
-    client = calling.client()
-    whole = client.responses.create(model=MODEL, input="hi", tools=RESPONSE_TOOLS)
-    with client.responses.stream(model=MODEL, input="hi", tools=RESPONSE_TOOLS) as stream:
-        in_stream = stream.get_final_response()
-    for response in (whole, in_stream):
-        said, *calls = response.output
-        assert response.status == "completed" and said.content[0].text == RECORD.content  # type: ignore[union-attr]
-        assert [(call.name, json.loads(call.arguments)) for call in calls] == RECORD.calls  # type: ignore[union-attr]
-
-
-def test_an_answer_may_be_text() -> None:
-    with serve(script("Just text."), config=CONFIG) as served:
-        (answer,) = served.client().chat.completions.create(model=MODEL, messages=USER, tools=TOOLS).choices  # type: ignore[arg-type]
-        assert (answer.finish_reason, answer.message.content) == ("stop", "Just text.")
-        assert answer.message.tool_calls is None
-        served.wait_until_idle()
 
 
 def test_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

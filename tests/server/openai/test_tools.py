@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,25 +23,15 @@ from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.settings.args import ServerArgs
 from metal_engine.text.tokenizer import Tokenizer
 from tests.server.test_errors import check_error
+from tests.support.calling import USER, answering
 from tests.support.serving import MODEL, Served, serve
 from tests.support.splitting import THINK, answer_format
 from tests.support.sweeps import sweep
 from tests.support.tool_formats import MALFORMED, RECORDED, TOOLS, Recorded
-from tools.fixtures.fake_engine import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
+from tools.fixtures.fake_engine import TOOL_TEMPLATE, byte_ids, fake_config, generated, tiny_tokenizer
 
-USER: list[Any] = [{"role": "user", "content": "hi"}]
-CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
-
-
-@contextmanager
-def answering(text: str, known: AnswerFormat) -> Iterator[Served]:
-    with serve(script(text), config=CONFIG, tokenizer=tiny_tokenizer(TOOL_TEMPLATE), answer_format=known) as served:
-        yield served
-        served.wait_until_idle()
-
-
-# Parsers with JSON, with XML, with Python, with special tokens, and for calls of several lines.
-QUICK = ("json_tools", "qwen3_coder", "pythonic", "kimi_k2", "mistral", "deepseek_v31")
+# Parsers whose streams differ: arguments as they are written, and whole calls.
+QUICK = ("json_tools", "qwen3_coder")
 
 
 def streamed(served: Served, **body: Any) -> tuple[dict[str, Any], str | None]:
@@ -100,25 +89,34 @@ def test_a_malformed_call_is_text(name: str, caplog: pytest.LogCaptureFixture) -
     assert len([r for r in caplog.records if "malformed" in r.getMessage()]) == 2
 
 
-def test_the_template_is_shown_the_tools() -> None:
-    with answering("x", answer_format("json_tools")) as served:
-        for body, shown in [
-            ({"tools": TOOLS}, TOOLS),
-            ({"tools": TOOLS, "tool_choice": "auto"}, TOOLS),
-            ({"tools": TOOLS, "tool_choice": "none"}, None),
-            ({"tools": []}, None),
-        ]:
-            answer = served.post("/tokenize", {"messages": USER, **body}).json()
-            assert answer["tokens"] == served.tokenizer.apply_chat_template(USER, tools=shown)
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Served]:
+    """Yield a server whose model calls two tools, without reasoning."""
+    with answering(RECORDED[0].text) as served:
+        yield served
 
 
-def test_no_choice_leaves_calls_as_text() -> None:
-    recorded = RECORDED[0]
-    with answering(recorded.text, answer_format("json_tools")) as served:
-        body: dict[str, Any] = {"messages": USER, "tools": TOOLS, "tool_choice": "none"}
-        (choice,) = served.post("/v1/chat/completions", body).json()["choices"]
-        assert (choice["message"]["content"], choice["finish_reason"]) == (recorded.text, "stop")
-        assert "tool_calls" not in choice["message"]
+def test_the_template_is_shown_the_tools(plain: Served) -> None:
+    for body, shown in [
+        ({"tools": TOOLS}, TOOLS),
+        ({"tools": TOOLS, "tool_choice": "auto"}, TOOLS),
+        ({"tools": TOOLS, "tool_choice": "none"}, None),
+        ({"tools": []}, None),
+    ]:
+        answer = plain.post("/tokenize", {"messages": USER, **body}).json()
+        assert answer["tokens"] == plain.tokenizer.apply_chat_template(USER, tools=shown)
+    # Without a choice of tools, calls are text.
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": "none"}
+    (choice,) = plain.post("/v1/chat/completions", body).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (RECORDED[0].text, "stop")
+    assert "tool_calls" not in choice["message"]
+
+
+def test_one_call_and_none(plain: Served) -> None:
+    message, _ = streamed(plain, tools=TOOLS, parallel_tool_calls=False)
+    assert [name for name, _ in message["calls"]] == ["get_weather"]
+    message, reason = streamed(plain, tools=TOOLS, max_tokens=60)
+    assert (message["calls"], message["content"], reason) == ([], RECORDED[0].text[:60], "length")
 
 
 def test_a_begun_call_that_is_none_in_other_endpoints() -> None:
@@ -143,53 +141,22 @@ def test_a_begun_call_that_is_none_in_other_endpoints() -> None:
         assert message.stop_reason == "end_turn"
 
 
-def test_parallel_tool_calls() -> None:
-    with answering(RECORDED[0].text, answer_format("json_tools")) as served:
-        message, _ = streamed(served, tools=TOOLS, parallel_tool_calls=False)
-        assert [name for name, _ in message["calls"]] == ["get_weather"]
-
-
-def test_cut_off_within_a_call() -> None:
-    with answering(RECORDED[0].text, answer_format("json_tools")) as served:
-        message, reason = streamed(served, tools=TOOLS, max_tokens=60)
-        assert reason == "length" and not message["calls"]
-        assert message["content"] == RECORDED[0].text[:60]
-
-
-def test_a_conversation_with_calls_goes_back_into_the_template() -> None:
-    template = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | length }}"
-    with serve(tokenizer=tiny_tokenizer(template), answer_format=answer_format("json_tools"), config=CONFIG) as served:
-        call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "x"}'}}
-        messages = [
-            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
-            {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
-        ]
-        ids = served.post("/tokenize", {"messages": messages, "tools": TOOLS}).json()["tokens"]
-        text = served.tokenizer.decode(ids)
-        first = json.loads(text[: text.index('{"role": "tool"')] if '{"role": "tool"' in text else text.split("}{")[0])
-        assert first["tool_calls"][0]["function"]["arguments"] == {"city": "x"}
-        assert first["reasoning_content"] == first["reasoning"] == "hm"
-        assert '"tool_call_id": "c1"' in text and text.endswith("2")
-
-
 NAMED = {"type": "function", "function": {"name": "find_trains"}}
 
 
-def test_refused_choices() -> None:
-    with answering("x", answer_format("json_tools")) as served:
-        for body, param in [
-            ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-            ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
-            ({"tool_choice": NAMED}, "tool_choice"),
-            ({"tools": [{"type": "retrieval"}]}, "tools"),
-            ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
-        ]:
-            check_error(served.post("/v1/chat/completions", {"messages": USER, **body}), 400, param)
+def test_refused_choices(plain: Served) -> None:
+    for body, param in [
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": NAMED}, "tool_choice"),
+        ({"tools": [{"type": "retrieval"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+    ]:
+        check_error(plain.post("/v1/chat/completions", {"messages": USER, **body}), 400, param)
     for auto, param in [(True, "tools"), (False, "tool_choice")]:
         args = ServerArgs(shutdown_timeout=1, enable_auto_tool_choice=auto)
-        with serve(config=CONFIG, tokenizer=tiny_tokenizer(TOOL_TEMPLATE), args=args) as served:
-            body = {"messages": USER, "tools": TOOLS}
-            error = check_error(served.post("/v1/chat/completions", body), 400, param)
+        with answering("x", AnswerFormat(), args=args) as served:
+            error = check_error(served.post("/v1/chat/completions", {"messages": USER, "tools": TOOLS}), 400, param)
             assert "--" in error["message"]
 
 
@@ -219,9 +186,8 @@ def test_what_a_forced_choice_asks_for() -> None:
 
 
 def test_a_prompt_that_begins_the_reasoning() -> None:
-    tokenizer = tiny_tokenizer("{{ messages[0].content }}<think>\n")
-    with serve(
-        script("hm\n</think>\n\nYes."), tokenizer=tokenizer, answer_format=AnswerFormat(reasoning=THINK)
+    with answering(
+        "hm\n</think>\n\nYes.", AnswerFormat(reasoning=THINK), "{{ messages[0].content }}<think>\n"
     ) as served:
         message, reason = streamed(served)
         assert (message["reasoning"], message["content"], reason) == ("hm", "Yes.", "stop")
@@ -241,9 +207,7 @@ COUNTED = [
 def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> None:
     """A parser for tools and tools in the response do not change the count."""
     template = "{{ tools }}{{ messages[0].content }}" + ("<think>\n" if begun else "")
-    with serve(
-        script(text), tokenizer=tiny_tokenizer(template), answer_format=answer_format("json_tools"), config=CONFIG
-    ) as served:
+    with answering(text, template=template) as served:
         client = served.client()
         for tools in ([], TOOLS):
             whole = client.chat.completions.create(model=MODEL, messages=USER, n=2, tools=tools)
@@ -265,22 +229,20 @@ def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> 
         assert plain.completion_tokens_details.reasoning_tokens == 0
 
 
-@pytest.mark.parametrize(("stop", "content"), [("Yes", ""), ("m</", "Yes."), ("</think>Y", "Yes."), ("s.", "Ye")])
-def test_stop_strings_begin_after_the_reasoning(stop: str, content: str) -> None:
+def test_stop_strings_begin_after_the_reasoning() -> None:
     count = len(">hm</think>")
-    with serve(script("<think>hm</think>Yes."), config=CONFIG, answer_format=AnswerFormat(reasoning=THINK)) as served:
-        body: dict[str, Any] = {"model": MODEL, "messages": USER, "stop": stop}
-        whole = served.client().chat.completions.create(**body)
-        message, usage = whole.choices[0].message, whole.usage
-        assert (message.reasoning, message.content) == ("hm", content)  # type: ignore[attr-defined]
-        assert usage is not None and usage.completion_tokens_details is not None
-        assert usage.completion_tokens_details.reasoning_tokens == count
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        counts = []
-        for chunk in served.client().chat.completions.create(**body, stream=True, stream_options=options):
-            assert chunk.usage is not None and chunk.usage.completion_tokens_details is not None
-            counts.append(chunk.usage.completion_tokens_details.reasoning_tokens or 0)
-        assert counts == sorted(counts) and counts[-1] == count
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with answering("<think>hm</think>Yes.", AnswerFormat(reasoning=THINK)) as served:
+        create = served.client().chat.completions.create
+        for stop, content in (("Yes", ""), ("m</", "Yes."), ("</think>Y", "Yes."), ("s.", "Ye")):
+            body: dict[str, Any] = {"model": MODEL, "messages": USER, "stop": stop}
+            whole = create(**body)
+            message, usage = whole.choices[0].message, whole.usage
+            assert (message.reasoning, message.content) == ("hm", content)
+            assert usage.completion_tokens_details.reasoning_tokens == count
+            chunks = create(**body, stream=True, stream_options=options)
+            counts = [chunk.usage.completion_tokens_details.reasoning_tokens or 0 for chunk in chunks]
+            assert counts == sorted(counts) and counts[-1] == count
 
 
 def test_plain_answers_are_as_they_were(served: Served) -> None:

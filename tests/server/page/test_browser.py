@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from metal_engine.settings.args import ServerArgs
-from tests.support.browsing import DESK, PHONE, browser_or_skip, page_of, picture_of, say, texts, wait_for_answer
+from tests.support.browsing import DESK, PHONE, page_of, picture_of, say, texts, wait_for_answer
+from tests.support.calling import answering
 from tests.support.serving import Served, serve, wait_until
 from tests.support.speculation import speculative_config
-from tests.support.splitting import answer_format
-from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
+from tools.fixtures.fake_engine import fake_config, script, tiny_tokenizer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -34,11 +35,6 @@ HOSTILE = (
 THOUGHT = "<think>Let me see.</think>It is sunny."
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    yield from browser_or_skip()
 
 
 @pytest.fixture
@@ -176,12 +172,8 @@ def test_settings_reach_the_sampler(browser: Browser) -> None:
         assert f"of {prompt} prompt tokens" not in page.locator(".message.assistant").inner_text()
 
 
-def serve_format(text: str, name: str) -> Any:
-    return serve(script(text), tokenizer=tiny_tokenizer(TOOL_TEMPLATE), answer_format=answer_format(name))
-
-
 def test_reasoning_is_folded(browser: Browser) -> None:
-    with serve_format(THOUGHT, "json_tools") as served, page_of(browser, served) as page:
+    with answering(THOUGHT) as served, page_of(browser, served) as page:
         say(page, "Hi")
         wait_for_answer(page)
         assert texts(page, ".message.assistant .body") == ["It is sunny."]
@@ -193,16 +185,15 @@ def test_reasoning_is_folded(browser: Browser) -> None:
 
 @pytest.mark.full
 def test_calls_are_shown_and_answered(browser: Browser) -> None:
-    with serve_format(CALL, "json_tools") as served, page_of(browser, served) as page:
+    with answering(CALL) as served, page_of(browser, served) as page:
         page.click("#settings-open")
         page.get_by_label("Tools, as OpenAI's JSON list").fill(json.dumps(TOOLS))
         page.click("#settings-open")
         say(page, "The weather in Rome?")
         wait_for_answer(page)
         call = page.locator("details.call").first
-        assert "Call of weather" in call.inner_text() and json.loads(call.locator("code").inner_text()) == {
-            "city": "Rome"
-        }
+        assert "Call of weather" in call.inner_text()
+        assert json.loads(call.locator("code").inner_text()) == {"city": "Rome"}
         call.get_by_label("Result of the call").fill("sunny")
         call.get_by_role("button", name="Send the result").click()
         wait_for_answer(page, 2)
@@ -224,11 +215,7 @@ def test_a_long_prompt_shows_how_far_it_is(browser: Browser) -> None:
 def test_a_cell_of_several_blocks_says_whose_they_are(browser: Browser) -> None:
     config = fake_config(num_blocks=20_000)
     body = {"prompt": "a prefix that two requests share, of some blocks", "n": 2, "max_tokens": 200}
-    with (
-        serve(config=config, step_time=0.01) as served,
-        page_of(browser, served) as page,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with serve(config=config, step_time=0.01) as served, page_of(browser, served) as page, ThreadPoolExecutor() as pool:
         asked = pool.submit(served.post, "/v1/completions", body)
         shared = """async () => {
             const { pool } = await import("/page/js/main.js");
@@ -356,9 +343,8 @@ def test_lines_for_a_shell_have_names_as_texts(browser: Browser, tmp_path: Path)
     name = "a$(touch hurt) `touch hurt` 'b' \"c\" \\ ;touch hurt"
     with serve(names=(name,)) as served, page_of(browser, served) as page:
         page.click("#connect-open")
-        shown = dict(
-            zip(*(page.locator(f"#connect-list {tag}").all_inner_texts() for tag in ("h3", "pre")), strict=True)
-        )
+        titles, lines = (page.locator(f"#connect-list {tag}").all_inner_texts() for tag in ("h3", "pre"))
+        shown = dict(zip(titles, lines, strict=True))
 
     def told(lines: str) -> list[str]:
         done = subprocess.run(["/bin/bash", "-c", lines], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -370,12 +356,9 @@ def test_lines_for_a_shell_have_names_as_texts(browser: Browser, tmp_path: Path)
     for kind in ("OpenAI", "Anthropic"):
         lines = shown[f"Any tool with {kind}'s API"]
         assert told(f"{lines}\nprintf '%s\\0' \"${kind.upper()}_MODEL\"") == [name]
-    (call,) = [
-        node
-        for node in ast.walk(ast.parse(shown["Python, with openai"]))
-        if isinstance(node, ast.keyword) and node.arg == "model"
-    ]
-    assert ast.literal_eval(call.value) == name
+    nodes = ast.walk(ast.parse(shown["Python, with openai"]))
+    (model,) = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "model"]
+    assert ast.literal_eval(model) == name
     for tool in ("Claude Code", "Codex", "opencode", "aider"):
         assert name not in shown[tool]
     assert list(tmp_path.iterdir()) == []
@@ -391,10 +374,7 @@ def test_the_keyboard_is_enough(page: Page, served: Served) -> None:
     wait_for_answer(page)
     page.locator("#tape").focus()
     page.keyboard.press("ArrowUp")
-    assert (
-        "tokens after" in page.locator("#tape-now").inner_text()
-        or "token after" in page.locator("#tape-now").inner_text()
-    )
+    assert re.search("tokens? after", page.locator("#tape-now").inner_text())
     page.locator("#blocks").focus()
     page.keyboard.press("ArrowRight")
     assert page.locator("#blocks-now").inner_text().startswith("block 0:")
@@ -402,15 +382,7 @@ def test_the_keyboard_is_enough(page: Page, served: Served) -> None:
     assert "arrow keys" in page.locator("#blocks-now").inner_text()
 
 
-@pytest.mark.parametrize(
-    ("scheme", "viewport"),
-    [
-        pytest.param("light", DESK, id="light desk"),
-        pytest.param("dark", PHONE, id="dark phone"),
-        pytest.param("dark", DESK, id="dark desk", marks=pytest.mark.full),
-        pytest.param("light", PHONE, id="light phone", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "viewport"), [("light", DESK), ("dark", PHONE)], ids=["desk", "phone"])
 def test_an_accessibility_checker_finds_nothing(browser: Browser, scheme: str, viewport: dict[str, int]) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.browsing import DESK, PHONE, browser_or_skip, page_of, say, texts, wait_for_answer
+from tests.support.browsing import DESK, PHONE, page_of, say, texts, wait_for_answer
 from tests.support.serving import MODEL, serve
 from tools.fixtures.fake_engine import fake_config, script
 
@@ -29,11 +28,6 @@ TOO_MUCH = {
 }
 # Every row is filled up to the number of columns of the first: ten million cells.
 WIDE_TABLE = "|a" * 5000 + "|\n" + "|-" * 5000 + "|\n" + "|b\n" * 2000
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    yield from browser_or_skip()
 
 
 def keep(page: Page, title: str, *answers: str) -> None:
@@ -80,16 +74,6 @@ def test_a_table_of_too_many_cells_stays_text(browser: Browser) -> None:
         assert second.locator("td").all_inner_texts() == ["1", "2"]
 
 
-def test_answers_are_headed_by_the_name_of_their_model(browser: Browser) -> None:
-    with serve(script("yes")) as served, page_of(browser, served) as page:
-        say(page, "Hi")
-        wait_for_answer(page)
-        assert texts(page, ".message .who") == ["You", MODEL]
-        assert page.locator(".message.assistant").get_attribute("aria-label") == MODEL
-        page.reload()
-        assert texts(page, ".message .who") == ["You", MODEL]
-
-
 def test_what_went_wrong_is_red_and_a_whole_answer_is_copied(browser: Browser) -> None:
     text = "# A title\n\nand **more**"
     with serve(script(text)) as served, page_of(browser, served) as page:
@@ -106,13 +90,16 @@ def test_what_went_wrong_is_red_and_a_whole_answer_is_copied(browser: Browser) -
         assert page.locator(".message.assistant .ending").count() == 0
 
 
-def test_an_empty_conversation_has_suggestions(browser: Browser) -> None:
+def test_an_empty_conversation_has_suggestions_and_answers_have_names(browser: Browser) -> None:
     with serve(script("yes")) as served, page_of(browser, served) as page:
         suggestion = page.locator(".empty button").first
         text = suggestion.inner_text()
         suggestion.click()
         wait_for_answer(page)
         assert texts(page, ".message.user .body") == [text] and page.locator(".empty").count() == 0
+        assert page.locator(".message.assistant").get_attribute("aria-label") == MODEL
+        page.reload()
+        assert texts(page, ".message .who") == ["You", MODEL]
 
 
 def test_conversations_are_found_named_and_exported(browser: Browser) -> None:
@@ -164,12 +151,8 @@ def test_the_sampling_in_effect_is_shown(browser: Browser, recommended: dict[str
     config = replace(config, model=replace(config.model, default_sampling=recommended))
     with serve(script("yes"), config=config) as served, page_of(browser, served) as page:
         temperature = recommended.get("temperature", 0.7)
-        whose = (
-            "Sampling: temperature 0.3, top k 5 (the model's)"
-            if recommended
-            else "Sampling: temperature 0.7 (the page's)"
-        )
-        assert texts(page, "#sampling") == [whose]
+        shown = "temperature 0.3, top k 5 (the model's)" if recommended else "temperature 0.7 (the page's)"
+        assert texts(page, "#sampling") == [f"Sampling: {shown}"]
         page.click("#settings-open")
         assert page.get_by_label("Temperature").get_attribute("placeholder") == str(temperature)
         say(page, "Hi")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metal_engine.settings.args import ServerArgs
-from tests.support.browsing import browser_or_skip, page_of, say, texts, wait_for_answer
+from tests.support.browsing import page_of, say, texts, wait_for_answer
 from tests.support.image_files import data_url, encoded, picture
 from tests.support.seeing import serve_seeing
 from tests.support.serving import Served, serve
@@ -27,11 +27,6 @@ URL_A, URL_B = data_url(A), data_url(B, "image/jpeg")
 FILE_A = {"name": "a.png", "mimeType": "image/png", "buffer": A}
 FILE_B = {"name": "b.jpg", "mimeType": "image/jpeg", "buffer": B}
 BROKEN = {"name": "broken.png", "mimeType": "image/png", "buffer": A[:100]}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    yield from browser_or_skip()
 
 
 @pytest.fixture(scope="module")
@@ -155,12 +150,16 @@ def test_images_are_chosen_removed_shown_and_sent(page: Page) -> None:
 
 
 def test_images_without_text_name_the_conversation(page: Page) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     contents = sent(page)
     choose(page, FILE_A)
+    assert attached(page) == ["a.png"] and not axe.run(page).response["violations"]
     page.press("#prompt", "Enter")
     wait_for_answer(page)
     assert contents == [parts(URL_A)] and texts(page, "#conversations option") == ["a.png"]
-    assert not page.locator(".message.user .body").is_visible()
+    assert not page.locator(".message.user .body").is_visible() and shown(page) == [["a.png"]]
+    page.get_by_label("Edit and send again").click()
+    assert not axe.run(page).response["violations"]
 
 
 def test_images_are_pasted_and_dropped(page: Page) -> None:
@@ -266,26 +265,23 @@ def test_the_page_holds_thumbnails_only(page: Page) -> None:
     assert page.locator(".message img").evaluate_all(loaded) == [False, False]  # their addresses were released
 
 
-@pytest.mark.parametrize("kind", ["refused", "too large"])
-def test_an_error_of_the_server_is_shown_and_the_image_can_be_removed(
-    browser: Browser, kind: str, tmp_path: Path
-) -> None:
+def test_an_error_of_the_server_is_shown_and_the_image_can_be_removed(browser: Browser, tmp_path: Path) -> None:
     args = ServerArgs(max_body_size=1 << 20)
     with serve_seeing(args=args) as served, page_of(browser, served) as page:
         served.runner.next_token = script("yes")
-        choose(page, BROKEN if kind == "refused" else large_file(tmp_path, "large.png", 1))
-        say(page, "See")
-        wait_for_answer(page)
-        problem = page.locator(".message.assistant .problem").inner_text()
-        if kind == "refused":
-            assert "messages[0].content[0].image_url.url" in problem and "broken" in problem
-        else:
-            assert "--max-body-size" in problem
-        page.get_by_label("Edit and send again").click()
-        page.locator(".message.user").get_by_label("Remove").click()
-        page.get_by_role("button", name="Send again", exact=True).click()
-        wait_for_answer(page)
-        assert texts(page, ".message.assistant .body") == ["yes"]
+        refused = ("messages[0].content[0].image_url.url", "broken")
+        for file, told in ((BROKEN, refused), (large_file(tmp_path, "large.png", 1), ("--max-body-size",))):
+            page.click("#conversation-new")
+            choose(page, file)
+            say(page, "See")
+            wait_for_answer(page)
+            problem = page.locator(".message.assistant .problem").inner_text()
+            assert all(words in problem for words in told)
+            page.get_by_label("Edit and send again").click()
+            page.locator(".message.user").get_by_label("Remove").click()
+            page.get_by_role("button", name="Send again", exact=True).click()
+            wait_for_answer(page)
+            assert texts(page, ".message.assistant .body") == ["yes"]
 
 
 @pytest.mark.full
@@ -334,14 +330,3 @@ def test_the_tape_counts_image_tokens(browser: Browser) -> None:
         for _ in range(len(segments)):
             page.keyboard.press("ArrowUp")
         assert f"64 tokens ({first[2]} of images) after 0" in page.locator("#tape-now").inner_text()
-
-
-def test_images_can_be_used_by_everybody(page: Page) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    choose(page, FILE_A)
-    assert attached(page) == ["a.png"] and not axe.run(page).response["violations"]
-    page.press("#prompt", "Enter")
-    wait_for_answer(page)
-    assert shown(page) == [["a.png"]]
-    page.get_by_label("Edit and send again").click()
-    assert not axe.run(page).response["violations"]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.browsing import browser_or_skip, page_of
+from tests.support.browsing import page_of
 from tests.support.engine_child import pid_of, started
 from tests.support.serving import Served, serve
 from tools.fixtures.fake_engine import fake_config
@@ -30,11 +29,6 @@ SLOW_STEPS = """async () => {
     const height = tape.view.canvas.clientHeight;
     return [[...tape.seen(height)].length, tape.scale(height), tape.scale(1e9)];
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    yield from browser_or_skip()
 
 
 def luminance(colour: str) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.engine_thread import EngineThread
 from tests.support import adapters
-from tests.support.browsing import browser_or_skip, page_of, say, wait_for_answer
+from tests.support.browsing import page_of, say, wait_for_answer
 from tests.support.serving import DEADLINE, serve, wait_until
 from tests.support.several import FakeModel, serve_models
 from tests.support.tiny_engine import tiny_reference
@@ -32,11 +31,6 @@ SHOWN = """async () => {
     const points = history.charts.reduce((sum, chart) => sum + chart.points.length, 0);
     return { blocks: pool.numBlocks, used: pool.numUsed, rows: tape.rows.length, points };
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    yield from browser_or_skip()
 
 
 def test_a_model_is_picked(browser: Browser) -> None:
@@ -208,8 +202,3 @@ def test_the_bar_of_memory_has_adapters(browser: Browser) -> None:
     with serve(config=config) as served, page_of(browser, served) as page:
         assert "adapters 3.0 MiB" in page.inner_text("#memory-text")
         assert page.locator("#memory-bar [title='adapters: 3.0 MiB']").count() == 1
-
-
-def test_one_model_is_not_picked(browser: Browser) -> None:
-    with serve() as served, page_of(browser, served) as page:
-        assert page.is_hidden("#models")

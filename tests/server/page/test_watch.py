@@ -12,7 +12,6 @@ import pytest
 
 from metal_engine.server.page import viewers as viewers_module
 from metal_engine.server.page.viewers import MAX_VIEWERS, Viewer, Viewers
-from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import TEXT_ONLY
 from tests.support.pool_picture import PoolPicture, events_of
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
@@ -132,14 +131,6 @@ def test_an_idle_engine_sends_nothing(small: Served, monkeypatch: pytest.MonkeyP
         wait_until(lambda: len(frames) >= 1, "the frame of the request")
         num_frames = len(frames)
         assert not flush_frames() and len(frames) == num_frames
-
-
-def test_the_key_is_required() -> None:
-    with serve(args=ServerArgs(api_key=("k",))) as served:
-        assert CLIENT.get(served.url + "/watch?seconds=0").status_code == 401
-        response = CLIENT.get(served.url + "/watch?seconds=0", headers={"authorization": "Bearer k"})
-        assert response.status_code == 200 and response.text.startswith("event: snapshot\n")
-        wait_for_nobody(served)
 
 
 def test_there_are_so_many_viewers_at_most(small: Served) -> None:

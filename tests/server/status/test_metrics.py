@@ -57,19 +57,29 @@ def test_names(served: Served) -> None:
     assert scrape(served).keys() >= VLLM_NAMES
 
 
-def test_loads_have_names_of_vllm_itself_too() -> None:
-    """Some gateways read only vLLM's own names."""
-    with serve() as served:
+def test_loads() -> None:
+    """Some gateways read only vLLM's own names of them."""
+    with serve(config=fake_config(max_num_seqs=2)) as served:
         served.runner.running.clear()
-        with served.client().completions.create(model=MODEL, prompt="a" * 20, stream=True):
-            wait_until(lambda: served.engine.stats.num_running == 1, "the request to run")
-            families = text_string_to_metric_families(httpx.get(served.url + "/metrics").text)
-            samples = {sample.name: sample for family in families for sample in family.samples}
+        create = served.client().completions.create
+        streams = [create(model=MODEL, prompt="a" * 20, max_tokens=5, stream=True) for _ in range(5)]
+        wait_until(lambda: served.engine.num_open_requests == 5, "all requests")
+        wait_until(lambda: served.engine.stats.num_running >= 1, "one to run")
+        ours = scrape(served)
+        families = text_string_to_metric_families(httpx.get(served.url + "/metrics").text)
+        theirs = {s.name: s for family in families for s in family.samples if s.name.startswith("vllm:")}
+        running = value(ours, "num_requests_running")
+        loads = {"num_requests_running": running, "num_requests_waiting": 5 - running}
+        loads["kv_cache_usage_perc"] = 3 * running / 256
+        assert running in (1, 2) and {name: value(ours, name) for name in loads} == loads
+        assert {name: sample.value for name, sample in theirs.items()} == {f"vllm:{n}": v for n, v in loads.items()}
+        assert all(sample.labels == {"model_name": MODEL} for sample in theirs.values())
+        health = httpx.get(served.url + "/health").json()
+        assert (health["running"], health["kv_cache_usage"]) == (running, loads["kv_cache_usage_perc"])
         served.runner.running.set()
+        for stream in streams:
+            list(stream)
         served.wait_until_idle()
-    told = {name: sample.value for name, sample in samples.items() if name.startswith("vllm:")}
-    assert told == {"vllm:num_requests_running": 1, "vllm:num_requests_waiting": 0, "vllm:kv_cache_usage_perc": 3 / 256}
-    assert all(samples[name].labels == {"model_name": MODEL} for name in told)
 
 
 def test_layers_by_what_computes_their_attention() -> None:
@@ -132,9 +142,8 @@ def test_requests_are_counted() -> None:
         assert value(samples, "prompt_tokens_total") == 20 + 20 + 9
         assert value(samples, "prefix_cache_queries_total") == 20 + 20 + 9
         assert value(samples, "prefix_cache_hits_total") == 16
-        assert [value(samples, "request_success_total", r) for r in ("stop", "length", "abort", "error")] == [
-            0, 2, 1, 0,
-        ]  # fmt: skip
+        ends = [value(samples, "request_success_total", r) for r in ("stop", "length", "abort", "error")]
+        assert ends == [0, 2, 1, 0]
         # 16 + 4 rows of the first request, 4 of the second, 9 of the third. The first output token needs no further
         # row.
         assert value(samples, "step_rows_total", "fresh") == 16 + 4 + 9
@@ -150,24 +159,6 @@ def test_requests_are_counted() -> None:
         parts = [value(samples, f"request_{part}_time_seconds_sum") for part in ("inference", "decode")]
         assert 0 < parts[1] < parts[0] < value(samples, "e2e_request_latency_seconds_sum")
         assert value(samples, "num_requests_running") == value(samples, "num_requests_waiting") == 0
-
-
-def test_waiting_and_running() -> None:
-    with serve(config=fake_config(max_num_seqs=2)) as served:
-        served.runner.running.clear()
-        streams = [
-            served.client().completions.create(model=MODEL, prompt="abc", max_tokens=5, stream=True) for _ in range(5)
-        ]
-        wait_until(lambda: served.engine.num_open_requests == 5, "all requests")
-        wait_until(lambda: served.engine.stats.num_running >= 1, "one to run")
-        samples = scrape(served)
-        running = value(samples, "num_requests_running")
-        assert running in (1, 2) and value(samples, "num_requests_waiting") == 5 - running
-        assert value(samples, "kv_cache_usage_perc") == running / 256
-        served.runner.running.set()
-        for stream in streams:
-            list(stream)
-        served.wait_until_idle()
 
 
 def test_rejections_are_counted() -> None:

@@ -1,16 +1,23 @@
-"""`/docs` loads no other file; HEAD requests of probes."""
+"""`/docs` loads no other file, docs/api.md has the endpoints and parameters of the server; HEAD requests of probes."""
 
 from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import httpx
 import pytest
 
+from metal_engine.server.embeddings.protocol import EmbeddingBody, RerankBody, ScoreBody
+from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.settings.args import ServerArgs
 from tests.support.raw_http import crowd, get, rest
 from tests.support.serving import Served, serve
+
+# Pages and an endless stream. Programs that try every path of the schema would wait for the stream.
+OUTSIDE_THE_SCHEMA = {"/docs", "/openapi", "/json", "/watch"}
+TEXT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
 
 
 class Page(HTMLParser):
@@ -72,6 +79,22 @@ def test_docs_have_every_path_field_and_type(served: Served) -> None:
     assert httpx.get(served.url + "/redoc").text == httpx.get(served.url + "/docs").text
 
 
+def test_every_endpoint_is_on_the_page(served: Served) -> None:
+    paths = httpx.get(served.url + "/openapi.json").json()["paths"]
+    section = TEXT[TEXT.index("## Endpoints") : TEXT.index("### Streams")]
+    documented = set(re.findall(r"(/[\w/{}]+)", section)) - OUTSIDE_THE_SCHEMA
+    served_paths = {re.sub(r"{\w+(:path)?}", "{id}", path) for path in paths}
+    assert served_paths == documented
+
+
+def test_every_parameter_is_on_the_page() -> None:
+    section = TEXT[TEXT.index("## Parameters") : TEXT.index("## Errors")]
+    names = set(re.findall(r"`(\w+)`", section))
+    bodies = (CompletionBody, ChatCompletionBody, EmbeddingBody, RerankBody, ScoreBody)
+    declared = {name for body in bodies for name in body.model_fields} - {"model", "prompt", "messages"}
+    assert declared <= names, declared - names
+
+
 @pytest.mark.parametrize("path", ["/", "/docs", "/health", "/ready", "/v1/models", "/version", "/metrics"])
 def test_head_has_the_status_and_no_body(served: Served, path: str) -> None:
     head = httpx.head(served.url + path)
@@ -89,6 +112,7 @@ def test_head_while_draining() -> None:
         served.server._lifecycle.draining = True
         for path in ("/health", "/ready"):
             assert httpx.head(served.url + path).status_code == 503
+        assert httpx.get(served.url + "/ready").json() == {"ready": False}
 
 
 def test_pages_are_behind_the_key_and_the_hosts() -> None:
