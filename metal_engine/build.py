@@ -12,7 +12,7 @@ from metal_engine.checkpoints.image_encoders import feature_bytes, image_refusal
 from metal_engine.checkpoints.mlx_import import import_mlx
 from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.memory import limit_device_memory
-from metal_engine.drafts import check_head, find_head, load_drafts
+from metal_engine.drafts import admit_head, check_head, find_head, load_drafts
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
@@ -113,7 +113,8 @@ def _build(
     vision: VisionConfig | str = TEXT_ONLY
 
     def claim(facts: CheckpointRequirements) -> None:
-        nonlocal vision
+        nonlocal args, vision
+        args = admit_head(args, place, head_place, facts, before)
         vision = find_vision(args, place, facts, before)
         if isinstance(vision, str):
             warn_of_refusal(args.model, vision)

@@ -6,17 +6,22 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.opening import open_model
-from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
+from metal_engine.settings.fields import format_size
+from metal_engine.settings.resolve import check_kv_cache
+from metal_engine.settings.speculative import FLAG as SPECULATIVE
+from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, lookup_only, speculative_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from metal_engine.attention.choice import BackendChoice
+    from metal_engine.checkpoints.checkpoint import StoredTensor
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.checkpoints.requirements import CheckpointRequirements
     from metal_engine.models.draft_head import PagedDraftHead
@@ -91,6 +96,71 @@ def check_head(args: EngineArgs, place: Path) -> None:
     with _naming_the_head():
         if not has_head(place):
             raise no_head_error(place)
+
+
+def admit_head(
+    args: EngineArgs, folder: Path, head: Path | None, facts: CheckpointRequirements, device: DeviceInfo
+) -> EngineArgs:
+    """Check by the headers of a draft head's files whether its weights fit beside the model's.
+
+    Call it before the model's weights are read.
+
+    Args:
+        folder: folder or GGUF file of the model.
+        head: place of the draft head (:func:`find_head`); None for a head among the model's files.
+        facts: facts about the model, which fits on its own.
+
+    Returns:
+        The settings. If the method is ``auto`` and the head does not fit, the settings for drafts by prompt lookup.
+
+    Raises:
+        ModelLoadError: the head does not fit, and the method is ``mtp``.
+    """
+    from metal_engine.checkpoints.checkpoint import OWN_WEIGHTS, stored_tensors
+    from metal_engine.checkpoints.draft_head_names import head_files
+
+    config = speculative_config(args)
+    if config is None or config.method not in _HEAD_METHODS:
+        return args
+    try:
+        with _naming_the_head():
+            files = head_files(folder if head is None else head)
+            # The facts about the model include all weights in its own files.
+            if head is not None or not all(fnmatch(file.name, OWN_WEIGHTS) for file in files):
+                _check_memory(args, list(stored_tensors(files)), facts, device)
+    except ModelLoadError as error:
+        if config.method == "mtp":
+            raise
+        logger.warning("drafts by prompt lookup only: %s", error)
+        return replace(args, speculative_config=lookup_only(config))
+    return args
+
+
+def _check_memory(
+    args: EngineArgs, tensors: list[StoredTensor], facts: CheckpointRequirements, device: DeviceInfo
+) -> None:
+    from metal_engine.checkpoints.requirements import head_bytes, memory_for_model
+    from metal_engine.models.info import expected_model_info
+
+    num_bytes = head_bytes(tensors, facts, device)
+    if not num_bytes:
+        return
+    available = memory_for_model(args, device) - facts.weight_bytes
+    its_weights = f"its weights take {format_size(num_bytes)}"
+    if num_bytes > available:
+        raise ModelLoadError(
+            f"{its_weights}, and {format_size(available)} remain beside the model's; remove {SPECULATIVE}, or use a "
+            "smaller head or model"
+        )
+    info = expected_model_info(args.model, facts, args.kv_cache_dtype)
+    if info is None:
+        return
+    try:
+        check_kv_cache(args, replace(info, weight_bytes=info.weight_bytes + num_bytes), device)
+    except ConfigError as error:
+        raise ModelLoadError(
+            f"{its_weights}, which leaves too little memory: {error}, or remove {SPECULATIVE}"
+        ) from error
 
 
 def load_drafts(
