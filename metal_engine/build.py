@@ -111,10 +111,11 @@ def _build(
 
     place = Path()
     vision: VisionConfig | str = TEXT_ONLY
+    refusal: str | None = None
 
     def claim(facts: CheckpointRequirements) -> None:
-        nonlocal args, vision
-        args = admit_head(args, place, head_place, facts, before)
+        nonlocal refusal, vision
+        refusal = admit_head(args, place, head_place, facts, before)
         vision = find_vision(args, place, facts, before)
         if isinstance(vision, str):
             warn_of_refusal(args.model, vision)
@@ -135,7 +136,7 @@ def _build(
     loaded = loader.load(args, before, check, claim, check_tokenizer, divide=divide, look=look)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
-    return _assemble(args, access, blas, choice, loaded, head_place, vision, transfer, ranks, earlier)
+    return _assemble(args, access, blas, choice, loaded, (head_place, refusal), vision, transfer, ranks, earlier)
 
 
 def _assemble(
@@ -144,7 +145,7 @@ def _assemble(
     blas: BlasInfo,
     choice: BackendChoice,
     loaded: LoadedModel,
-    head_place: Path | None,
+    head: tuple[Path | None, str | None],
     vision: VisionConfig | str,
     transfer: KVTransferConfig | None,
     ranks: Ranks,
@@ -153,7 +154,7 @@ def _assemble(
     """Build the engine of a loaded model.
 
     Args:
-        head_place: file or folder of the draft head, if it is not among the model's files.
+        head: file or folder of the draft head, if it is not among the model's files, and the reason not to use it.
         vision: processing of images, or the reason to refuse images.
     """
     from metal_engine.device.info import device_info
@@ -168,7 +169,7 @@ def _assemble(
     opened = replace(opened, info=info)
     paged = opened.paged
     adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
-    drafts = load_drafts(args, loaded, opened, device_info(blas), choice, head_place)
+    drafts = load_drafts(args, loaded, opened, device_info(blas), choice, *head)
     device = ranks.device(device_info(blas))
     config = earlier or resolve_config(
         args,
@@ -192,6 +193,7 @@ def _assemble(
     # The encoder may work in only one of this process and an earlier process.
     refusal = config.model.image_refusal or opened.info.image_refusal
     config = with_largest_image(replace(config, model=replace(config.model, image_refusal=refusal)))
+    config = replace(config, head_refusal=drafts.refusal)
     access.claim(config.peak_bytes)
     command_buffers = limits_in_force() if device.kind == "metal" else None
     config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.facts)

@@ -15,7 +15,7 @@ from metal_engine.opening import open_model
 from metal_engine.settings.fields import format_size
 from metal_engine.settings.resolve import check_kv_cache
 from metal_engine.settings.speculative import FLAG as SPECULATIVE
-from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, lookup_only, speculative_config
+from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,6 +46,7 @@ class Drafts:
         models: models whose largest step counts, because they run in steps of their own.
         head: draft head, which runs in the steps of its model.
         weights_of_kv: further weights, by name, that determine the KV in the model's pool.
+        refusal: reason why a draft head is not used with the method ``auto``; None if it is used or missing.
     """
 
     info: ModelInfo | None = None
@@ -53,6 +54,7 @@ class Drafts:
     models: tuple[OpenedModel, ...] = ()
     head: PagedDraftHead | None = None
     weights_of_kv: dict[str, Any] = field(default_factory=dict)
+    refusal: str | None = None
 
     def drafter(self, config: EngineConfig) -> Drafter | None:
         """Return the drafter for a configuration; None without a source of drafts."""
@@ -100,7 +102,7 @@ def check_head(args: EngineArgs, place: Path) -> None:
 
 def admit_head(
     args: EngineArgs, folder: Path, head: Path | None, facts: CheckpointRequirements, device: DeviceInfo
-) -> EngineArgs:
+) -> str | None:
     """Check by the headers of a draft head's files whether its weights fit beside the model's.
 
     Call it before the model's weights are read.
@@ -111,7 +113,7 @@ def admit_head(
         facts: facts about the model, which fits on its own.
 
     Returns:
-        The settings. If the method is ``auto`` and the head does not fit, the settings for drafts by prompt lookup.
+        None. If the method is ``auto`` and the head does not fit, the reason.
 
     Raises:
         ModelLoadError: the head does not fit, and the method is ``mtp``.
@@ -121,7 +123,7 @@ def admit_head(
 
     config = speculative_config(args)
     if config is None or config.method not in _HEAD_METHODS:
-        return args
+        return None
     try:
         with _naming_the_head():
             files = head_files(folder if head is None else head)
@@ -131,9 +133,8 @@ def admit_head(
     except ModelLoadError as error:
         if config.method == "mtp":
             raise
-        logger.warning("drafts by prompt lookup only: %s", error)
-        return replace(args, speculative_config=lookup_only(config))
-    return args
+        return str(error)
+    return None
 
 
 def _check_memory(
@@ -170,6 +171,7 @@ def load_drafts(
     device: DeviceInfo,
     choice: BackendChoice,
     head: Path | None = None,
+    refusal: str | None = None,
 ) -> Drafts:
     """Load the source of drafts that ``--speculative-config`` names, if it computes on the device.
 
@@ -177,6 +179,7 @@ def load_drafts(
         target: model that gets the drafts.
         opened: the same model over a paged KV cache, which is not allocated. A draft head adds a state to its pool.
         head: place of the draft head (:func:`find_head`); None for a head among the model's files.
+        refusal: result of :func:`admit_head`.
 
     Raises:
         ModelLoadError: the draft model or the draft head cannot be loaded or run.
@@ -193,13 +196,16 @@ def load_drafts(
         return _load_head(name, place, target, opened, device)
     from metal_engine.checkpoints.draft_head_names import has_head
 
-    try:
-        if has_head(place):
-            return _load_head(name, place, target, opened, device)
-        logger.info("%s has no draft head: drafts by prompt lookup only", target.name)
-    except ModelLoadError as error:
-        logger.warning("drafts by prompt lookup only: %s", error)
-    return Drafts()
+    if refusal is None:
+        try:
+            if has_head(place):
+                return _load_head(name, place, target, opened, device)
+            logger.info("%s has no draft head: drafts by prompt lookup only", target.name)
+            return Drafts()
+        except ModelLoadError as error:
+            refusal = str(error)
+    logger.warning("drafts by prompt lookup only: %s", refusal)
+    return Drafts(refusal=refusal)
 
 
 @contextmanager

@@ -51,6 +51,7 @@ def test_answers_are_those_without(target: Path, sidecar: Path, kv_cache_dtype: 
         assert bool(metrics.num_draft_tokens) == (config.draft is not None)
     assert answers[0] == answers[1]
     head, model = config.draft, config.model
+    assert config.speculation == f"mtp: {sidecar}"
     assert head is not None and head.num_layers == 1 and head.weight_bytes == 4 * head.num_params
     assert head.kv_bytes_per_token * model.num_layers == model.kv_bytes_per_token
     assert config.kv_bytes == config.cache.num_tokens * (model.kv_bytes_per_token + head.kv_bytes_per_token)
@@ -100,8 +101,8 @@ def test_a_head_without_memory_is_refused_before_the_weights_are_read(
     has_memory(model_bytes + head_bytes // 2)
     few_blocks = {**SIZES, "num_gpu_blocks_override": 1}
     with LLM(str(target), **few_blocks, **speculative(method="auto", model=str(sidecar))) as llm:
-        found = llm.config.scheduler.speculative
-        assert llm.config.draft is None and found is not None and found.method == "ngram"
+        assert llm.config.draft is None and llm.config.speculation is not None
+        assert llm.config.speculation.startswith("ngram: the draft head (--speculative-config): its weights take 3")
     monkeypatch.setattr("metal_engine.checkpoints.loader.load_model", None)
     with pytest.raises(
         ModelLoadError, match=r"the draft head \(--spec.*: its weights take .* remain beside the model's"

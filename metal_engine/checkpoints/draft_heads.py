@@ -178,7 +178,7 @@ def _is_copy(name: str, copies: dict[str, mx.array], module: nn.Module) -> bool:
     rows = _first_rows(stored, form)
     if rows.shape != own_rows.shape:
         return False
-    return mx.linalg.norm(rows - own_rows).item() <= _MAX_DIFFERENCE * mx.linalg.norm(rows).item()
+    return bool((mx.linalg.norm(rows - own_rows) <= _MAX_DIFFERENCE * mx.linalg.norm(rows)).item())
 
 
 def _first_rows(weights: dict[str, mx.array], form: dict[str, Any]) -> mx.array:

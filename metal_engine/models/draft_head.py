@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -185,6 +186,27 @@ def _one_or_group(caches: Sequence[Any]) -> Any:
     return caches[0] if len(caches) == 1 else CacheGroup(caches)
 
 
+class _Written(Exception):
+    """Ends a forward whose keys and values are written."""
+
+
+class _OnlyWrites:
+    """Attention of a step that ends the forward where a layer attends. A layer writes its keys and values before.
+
+    Args:
+        attention: attention of the step, whose other methods are used.
+    """
+
+    def __init__(self, attention: StepAttention) -> None:
+        self._attention = attention
+
+    def attend(self, *args: Any, **options: Any) -> mx.array:
+        raise _Written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+
 class PagedDraftHead:
     """Draft head that runs packed rows. Its states are the last states of its model's pool.
 
@@ -248,8 +270,6 @@ class PagedDraftHead:
     ) -> mx.array:
         """Write the keys and values of some rows, and return the head's output for them, [N, hidden_size].
 
-        If nothing evaluates the output, only the keys and values are computed.
-
         Args:
             token_ids: tokens after the rows, [N] int32.
             hidden: hidden states of the rows, or the head's output of the rows before in a chain, [N, hidden_size].
@@ -258,6 +278,21 @@ class PagedDraftHead:
             images: features of the tokens after the rows; None if no such token has features.
         """
         return self._run(token_ids, hidden, rotary_positions(rows, self._positions), rows, attention, images)
+
+    def write(
+        self,
+        token_ids: mx.array,
+        hidden: mx.array,
+        rows: StepRows,
+        attention: StepAttention,
+        images: StepImages | None = None,
+    ) -> None:
+        """Write the keys and values of some rows. The rest of the head is not built, which takes most of its host time.
+
+        Args are those of a call.
+        """
+        with suppress(_Written):
+            self(token_ids, hidden, rows, _OnlyWrites(attention), images)
 
     def forward_of_arrays(
         self, token_ids: mx.array, hidden: mx.array, positions: mx.array, rows: TracedRows, attention: StepAttention

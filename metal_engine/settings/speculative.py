@@ -70,13 +70,6 @@ def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
     )
 
 
-def lookup_only(config: SpeculativeConfig) -> str:
-    """Return the value of ``--speculative-config`` for the same drafts by prompt lookup, without a draft head."""
-    return json.dumps(
-        {setting.name: getattr(config, setting.name) for setting in _SETTINGS["ngram"]} | {"method": "ngram"}
-    )
-
-
 def _method(given: Any) -> str:
     """Return the method. Unknown methods are rejected before their other keys are checked."""
     method = given.get("method") if isinstance(given, dict) else None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from metal_engine.engine.async_engine import AsyncEngine
@@ -75,6 +76,7 @@ def test_answers_are_those_without_drafts(tiny: Served, drafting: Served) -> Non
         found = list(pool.map(lambda request: answer(drafting, *request), REQUESTS))
     assert found == expected
     drafting.wait_until_idle()
+    assert [httpx.get(f"{one.url}/health").json().get("speculation") for one in (tiny, drafting)] == [None, "mtp"]
     metrics = scrape(drafting)
     assert value(metrics, "spec_decode_num_draft_tokens_total") > 100
     assert value(metrics, "spec_decode_num_accepted_tokens_total") > 0
