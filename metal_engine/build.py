@@ -154,7 +154,7 @@ def _assemble(
     """Build the engine of a loaded model.
 
     Args:
-        head: file or folder of the draft head, if it is not among the model's files, and the reason not to use it.
+        head: file or folder of a draft head outside the model's files, and the reason to ignore the head. May be None.
         vision: processing of images, or the reason to refuse images.
     """
     from metal_engine.device.info import device_info

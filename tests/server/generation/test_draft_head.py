@@ -1,4 +1,4 @@
-"""A draft head over HTTP: answers and streams of all dialects, many at once, are those of a server without drafts."""
+"""Answers with a draft head over HTTP equal the answers of a server without drafts, in all dialects and in streams."""
 
 from __future__ import annotations
 
