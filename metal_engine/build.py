@@ -12,7 +12,7 @@ from metal_engine.checkpoints.image_encoders import feature_bytes, image_refusal
 from metal_engine.checkpoints.mlx_import import import_mlx
 from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.memory import limit_device_memory
-from metal_engine.drafts import check_head, find_head, load_drafts
+from metal_engine.drafts import admit_head, check_head, find_head, load_drafts
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
@@ -111,9 +111,11 @@ def _build(
 
     place = Path()
     vision: VisionConfig | str = TEXT_ONLY
+    refusal: str | None = None
 
     def claim(facts: CheckpointRequirements) -> None:
-        nonlocal vision
+        nonlocal refusal, vision
+        refusal = admit_head(args, place, head_place, facts, before)
         vision = find_vision(args, place, facts, before)
         if isinstance(vision, str):
             warn_of_refusal(args.model, vision)
@@ -134,7 +136,7 @@ def _build(
     loaded = loader.load(args, before, check, claim, check_tokenizer, divide=divide, look=look)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
-    return _assemble(args, access, blas, choice, loaded, head_place, vision, transfer, ranks, earlier)
+    return _assemble(args, access, blas, choice, loaded, (head_place, refusal), vision, transfer, ranks, earlier)
 
 
 def _assemble(
@@ -143,7 +145,7 @@ def _assemble(
     blas: BlasInfo,
     choice: BackendChoice,
     loaded: LoadedModel,
-    head_place: Path | None,
+    head: tuple[Path | None, str | None],
     vision: VisionConfig | str,
     transfer: KVTransferConfig | None,
     ranks: Ranks,
@@ -152,7 +154,7 @@ def _assemble(
     """Build the engine of a loaded model.
 
     Args:
-        head_place: file or folder of the draft head, if it is not among the model's files.
+        head: file or folder of a draft head outside the model's files, and the reason to ignore the head. May be None.
         vision: processing of images, or the reason to refuse images.
     """
     from metal_engine.device.info import device_info
@@ -167,7 +169,7 @@ def _assemble(
     opened = replace(opened, info=info)
     paged = opened.paged
     adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
-    drafts = load_drafts(args, loaded, opened, device_info(blas), choice, head_place)
+    drafts = load_drafts(args, loaded, opened, device_info(blas), choice, *head)
     device = ranks.device(device_info(blas))
     config = earlier or resolve_config(
         args,
@@ -191,6 +193,7 @@ def _assemble(
     # The encoder may work in only one of this process and an earlier process.
     refusal = config.model.image_refusal or opened.info.image_refusal
     config = with_largest_image(replace(config, model=replace(config.model, image_refusal=refusal)))
+    config = replace(config, head_refusal=drafts.refusal)
     access.claim(config.peak_bytes)
     command_buffers = limits_in_force() if device.kind == "metal" else None
     config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.facts)

@@ -6,17 +6,22 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.opening import open_model
+from metal_engine.settings.fields import format_size
+from metal_engine.settings.resolve import check_kv_cache
+from metal_engine.settings.speculative import FLAG as SPECULATIVE
 from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from metal_engine.attention.choice import BackendChoice
+    from metal_engine.checkpoints.checkpoint import StoredTensor
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.checkpoints.requirements import CheckpointRequirements
     from metal_engine.models.draft_head import PagedDraftHead
@@ -41,6 +46,7 @@ class Drafts:
         models: models whose largest step counts, because they run in steps of their own.
         head: draft head, which runs in the steps of its model.
         weights_of_kv: further weights, by name, that determine the KV in the model's pool.
+        refusal: reason why a draft head is not used with the method ``auto``; None if it is used or missing.
     """
 
     info: ModelInfo | None = None
@@ -48,6 +54,7 @@ class Drafts:
     models: tuple[OpenedModel, ...] = ()
     head: PagedDraftHead | None = None
     weights_of_kv: dict[str, Any] = field(default_factory=dict)
+    refusal: str | None = None
 
     def drafter(self, config: EngineConfig) -> Drafter | None:
         """Return the drafter for a configuration; None without a source of drafts."""
@@ -93,6 +100,70 @@ def check_head(args: EngineArgs, place: Path) -> None:
             raise no_head_error(place)
 
 
+def admit_head(
+    args: EngineArgs, folder: Path, head: Path | None, facts: CheckpointRequirements, device: DeviceInfo
+) -> str | None:
+    """Check by the headers of a draft head's files whether its weights fit beside the model's.
+
+    Call it before the model's weights are read.
+
+    Args:
+        folder: folder or GGUF file of the model.
+        head: place of the draft head (:func:`find_head`); None for a head among the model's files.
+        facts: facts about the model, which fits on its own.
+
+    Returns:
+        None. If the method is ``auto`` and the head does not fit, the reason.
+
+    Raises:
+        ModelLoadError: the head does not fit, and the method is ``mtp``.
+    """
+    from metal_engine.checkpoints.checkpoint import OWN_WEIGHTS, stored_tensors
+    from metal_engine.checkpoints.draft_head_names import head_files
+
+    config = speculative_config(args)
+    if config is None or config.method not in _HEAD_METHODS:
+        return None
+    try:
+        with _naming_the_head():
+            files = head_files(folder if head is None else head)
+            # The facts about the model include all weights in its own files.
+            if head is not None or not all(fnmatch(file.name, OWN_WEIGHTS) for file in files):
+                _check_memory(args, list(stored_tensors(files)), facts, device)
+    except ModelLoadError as error:
+        if config.method == "mtp":
+            raise
+        return str(error)
+    return None
+
+
+def _check_memory(
+    args: EngineArgs, tensors: list[StoredTensor], facts: CheckpointRequirements, device: DeviceInfo
+) -> None:
+    from metal_engine.checkpoints.requirements import head_bytes, memory_for_model
+    from metal_engine.models.info import expected_model_info
+
+    num_bytes = head_bytes(tensors, facts, device)
+    if not num_bytes:
+        return
+    available = memory_for_model(args, device) - facts.weight_bytes
+    its_weights = f"its weights take {format_size(num_bytes)}"
+    if num_bytes > available:
+        raise ModelLoadError(
+            f"{its_weights}, and {format_size(available)} remain beside the model's; remove {SPECULATIVE}, or use a "
+            "smaller head or model"
+        )
+    info = expected_model_info(args.model, facts, args.kv_cache_dtype)
+    if info is None:
+        return
+    try:
+        check_kv_cache(args, replace(info, weight_bytes=info.weight_bytes + num_bytes), device)
+    except ConfigError as error:
+        raise ModelLoadError(
+            f"{its_weights}, which leaves too little memory: {error}, or remove {SPECULATIVE}"
+        ) from error
+
+
 def load_drafts(
     args: EngineArgs,
     target: LoadedModel,
@@ -100,6 +171,7 @@ def load_drafts(
     device: DeviceInfo,
     choice: BackendChoice,
     head: Path | None = None,
+    refusal: str | None = None,
 ) -> Drafts:
     """Load the source of drafts that ``--speculative-config`` names, if it computes on the device.
 
@@ -107,6 +179,7 @@ def load_drafts(
         target: model that gets the drafts.
         opened: the same model over a paged KV cache, which is not allocated. A draft head adds a state to its pool.
         head: place of the draft head (:func:`find_head`); None for a head among the model's files.
+        refusal: result of :func:`admit_head`.
 
     Raises:
         ModelLoadError: the draft model or the draft head cannot be loaded or run.
@@ -123,13 +196,16 @@ def load_drafts(
         return _load_head(name, place, target, opened, device)
     from metal_engine.checkpoints.draft_head_names import has_head
 
-    try:
-        if has_head(place):
-            return _load_head(name, place, target, opened, device)
-        logger.info("%s has no draft head: drafts by prompt lookup only", target.name)
-    except ModelLoadError as error:
-        logger.warning("drafts by prompt lookup only: %s", error)
-    return Drafts()
+    if refusal is None:
+        try:
+            if has_head(place):
+                return _load_head(name, place, target, opened, device)
+            logger.info("%s has no draft head: drafts by prompt lookup only", target.name)
+            return Drafts()
+        except ModelLoadError as error:
+            refusal = str(error)
+    logger.warning("drafts by prompt lookup only: %s", refusal)
+    return Drafts(refusal=refusal)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_answers_are_those_without(target: Path, sidecar: Path, kv_cache_dtype: 
         assert bool(metrics.num_draft_tokens) == (config.draft is not None)
     assert answers[0] == answers[1]
     head, model = config.draft, config.model
+    assert config.speculation == f"mtp: {sidecar}"
     assert head is not None and head.num_layers == 1 and head.weight_bytes == 4 * head.num_params
     assert head.kv_bytes_per_token * model.num_layers == model.kv_bytes_per_token
     assert config.kv_bytes == config.cache.num_tokens * (model.kv_bytes_per_token + head.kv_bytes_per_token)
@@ -81,6 +83,35 @@ def test_a_missing_head_is_found_before_the_weights_are_read(target: Path, monke
     monkeypatch.setattr("metal_engine.checkpoints.loader.load_model", fail)
     with pytest.raises(ModelLoadError, match="has no weights of a draft head"):
         LLM(str(target), **SIZES, **speculative())
+
+
+def test_a_head_without_memory_is_refused_before_the_weights_are_read(
+    target: Path, sidecar: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the method auto, drafts are then by prompt lookup only."""
+    with LLM(str(target), **SIZES, **speculative(model=str(sidecar))) as llm:
+        config = llm.config
+    assert config.draft is not None
+    model_bytes, head_bytes = config.model.weight_bytes, config.draft.weight_bytes
+
+    def has_memory(num_bytes: int) -> None:
+        device = replace(config.device, memory_bytes=num_bytes)
+        monkeypatch.setattr("metal_engine.device.info.device_info", lambda blas: device)
+
+    has_memory(model_bytes + head_bytes // 2)
+    few_blocks = {**SIZES, "num_gpu_blocks_override": 1}
+    with LLM(str(target), **few_blocks, **speculative(method="auto", model=str(sidecar))) as llm:
+        assert llm.config.draft is None and llm.config.speculation is not None
+        assert llm.config.speculation.startswith("ngram: the draft head (--speculative-config): its weights take 3")
+    monkeypatch.setattr("metal_engine.checkpoints.loader.load_model", None)
+    with pytest.raises(
+        ModelLoadError, match=r"the draft head \(--spec.*: its weights take .* remain beside the model's"
+    ):
+        LLM(str(target), **few_blocks, **speculative(model=str(sidecar)))
+    has_memory(model_bytes + head_bytes + (1 << 20))
+    given = {"kv_cache_memory_bytes": (1 << 20) + head_bytes // 2}
+    with pytest.raises(ModelLoadError, match=r"its weights take .* leaves too little memory: a KV cache"):
+        LLM(str(target), **given, **speculative(model=str(sidecar)))
 
 
 OTHER = {"hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}

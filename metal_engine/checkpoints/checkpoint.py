@@ -24,6 +24,8 @@ from metal_engine.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
+# Files with a model's weights.
+OWN_WEIGHTS = "model*.safetensors"
 _LFS_POINTER = b"version https://git-lfs"
 _ELEMENT_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
 _ELEMENT_BITS |= {"I16": 16, "U16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
@@ -124,7 +126,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ModelLoadError: there are no weight files, or files that the index lists are missing.
     """
-    files = sorted(folder.glob("model*.safetensors"))
+    files = sorted(folder.glob(OWN_WEIGHTS))
     index = folder / INDEX
     if index.is_file():
         listed = listed_files(index)
@@ -137,7 +139,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not files:
         others = [p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern)]
         hint = f" (there is {others[0]}, which cannot be read from a directory)" if others else ""
-        raise ModelLoadError(f"{folder} has no weights: no model*.safetensors{hint}")
+        raise ModelLoadError(f"{folder} has no weights: no {OWN_WEIGHTS}{hint}")
     return files
 
 

@@ -21,6 +21,8 @@ HEAD_PATTERNS = ["mtp/*.safetensors", "mtp*.safetensors"]
 EMBEDDING_NORM, HIDDEN_NORM = "pre_fc_norm_embedding", "pre_fc_norm_hidden"
 PROJECTION, LAST_NORM = "fc", "norm"
 EMBEDDING_TABLE, LM_HEAD = "embed_tokens", "lm_head"
+# End of the name of the scales of FP8 weights. The weights have the name before it.
+FP8_SCALES = "_scale_inv"
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,11 @@ _NUMBERED_BLOCK = r"layers\.(\d+)\.(.+)"
 _ONLY_BLOCK = "()(.+)"
 _LAYOUTS = (
     # Qwen3-Next, Qwen3.5 to 3.8: mtp.fc, mtp.layers.0.*
-    _Layout({name: name for name in (EMBEDDING_NORM, HIDDEN_NORM, PROJECTION, LAST_NORM)}, _NUMBERED_BLOCK),
+    _Layout(
+        {name: name for name in (EMBEDDING_NORM, HIDDEN_NORM, PROJECTION, LAST_NORM)},
+        _NUMBERED_BLOCK,
+        copies=((EMBEDDING_TABLE, EMBEDDING_TABLE), (LM_HEAD, LM_HEAD)),
+    ),
     # Nemotron-3: mtp.layers.0.* with attention and the first parts, mtp.layers.1.* with experts and the last norm
     _Layout(
         {

@@ -79,7 +79,7 @@ def _files_with_head(repo: HubRepo) -> list[str]:
         return found
     by_name = _files_by_tensor(repo)
     head = find_head(by_name)
-    return [] if head is None else sorted({by_name[name] for name in head.published})
+    return [] if head is None else sorted({by_name[name] for name in (*head.published, *head.copies.values())})
 
 
 def _has_only_head(repo: HubRepo) -> bool:

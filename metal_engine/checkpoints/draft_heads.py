@@ -19,12 +19,14 @@ from mlx.utils import tree_flatten
 from metal_engine.checkpoints.checkpoint import StoredTensor, stored_tensors
 from metal_engine.checkpoints.draft_head_names import (
     EMBEDDING_TABLE,
+    FP8_SCALES,
     LM_HEAD,
     HeadNames,
     find_head,
     head_files,
     no_head_error,
 )
+from metal_engine.checkpoints.draft_head_quantization import stored_quantization, without_fp8
 from metal_engine.checkpoints.files import read_json
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line, short
 
@@ -33,10 +35,14 @@ _EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(.+)")
 _STACK = re.compile(r"(.*\.)switch_mlp\.(.+)")
 # Weights of recurrent layers tell published checkpoints from converted ones: mlx-lm moves their last axis.
 _CONVOLUTION = "conv1d.weight"
+# Type of heads that mlx-vlm has written. It shifts norms if names begin with "mtp.", when it reads as when it writes.
+_MLX_VLM = "qwen3_5_mtp"
 # Rows of a repeated weight that are compared with the model's, and their largest relative difference. Quantization to
 # 4 bits changes weights by 0.1, and unrelated weights differ by about 1.4.
 _COMPARED_ROWS = 8
 _MAX_DIFFERENCE = 0.5
+# Values of "fc_input" in the configuration: order of the projection's inputs.
+_ORDERS = (["embedding", "hidden"], ["hidden", "embedding"])
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,12 @@ class HeadWeights:
     arrays: dict[str, mx.array]
     layers: tuple[int, ...]
     hidden_first: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the head's own embedding table; 0 if it uses the model's."""
+        table = self.arrays.get(f"{EMBEDDING_TABLE}.weight")
+        return 0 if table is None else len(table)
 
 
 def last_attention_layer(model: nn.Module) -> int:
@@ -85,16 +97,15 @@ def read_head(place: Path, model: nn.Module) -> HeadWeights:
     names = find_head(one.name for each in tensors.values() for one in each)
     if names is None:
         raise no_head_error(place)
-    arrays = _arrays(tensors, {*names.published, *names.copies.values()})
-    _check_copies(names, arrays, model)
     config_file = (place if place.is_dir() else place.parent) / "config.json"
     config = read_json(config_file) if config_file.is_file() else {}
+    arrays = without_fp8(_arrays(tensors, {*names.published, *names.copies.values()}), config)
     norms = _norms_of(config, [one for each in tensors.values() for one in each])
-    found = {name: arrays[published] for name, published in names.parts.items()}
+    found = _present(names.parts, arrays) | _own_table(_present(names.copies, arrays), names, model)
     layers: list[int] = []
     is_shifted = False
     for i, block in enumerate(names.blocks):
-        stored = {name: arrays[published] for name, published in block.items()}
+        stored = _present(block, arrays)
         index = _similar_layer(stored, model)
         converted, block_is_shifted = _converted(stored, model, index, norms)
         found |= {f"layers.{i}.{name}": array for name, array in converted.items()}
@@ -104,8 +115,7 @@ def read_head(place: Path, model: nn.Module) -> HeadWeights:
         found |= {name: found[name] + 1.0 for name in _NORMS}
     if not names.has_last_norm:
         found |= _weights_of_last_norm(model)
-    is_hidden_first = names.hidden_first or config.get("fc_input") == ["hidden", "embedding"]
-    return HeadWeights(found, tuple(layers), is_hidden_first)
+    return HeadWeights(found, tuple(layers), _is_hidden_first(config, names))
 
 
 def _arrays(tensors: dict[Path, list[StoredTensor]], wanted: set[str]) -> dict[str, mx.array]:
@@ -118,30 +128,68 @@ def _arrays(tensors: dict[Path, list[StoredTensor]], wanted: set[str]) -> dict[s
     return found
 
 
+def _present(names: dict[str, str], arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Return arrays by the names here. FP8 scales have no array any more."""
+    return {name: arrays[published] for name, published in names.items() if published in arrays}
+
+
+def _is_hidden_first(config: dict[str, Any], names: HeadNames) -> bool:
+    """Return True if the projection reads the hidden state before the embedding. The configuration decides first."""
+    order = config.get("fc_input")
+    if order is None:
+        return names.hidden_first
+    if order not in _ORDERS:
+        raise ModelLoadError(f"config.json: fc_input must be {_ORDERS[0]} or {_ORDERS[1]}, not {short(order)}")
+    return bool(order == _ORDERS[1])
+
+
 # --- weights that the head shares with the model ---
 
 
-def _check_copies(names: HeadNames, arrays: dict[str, mx.array], model: nn.Module) -> None:
-    """Raise ModelLoadError if the head has an embedding table or an LM head that differs from the model's."""
+def _own_table(copies: dict[str, mx.array], names: HeadNames, model: nn.Module) -> dict[str, mx.array]:
+    """Return the weights of the head's embedding table; none if the table is missing or a copy of the model's.
+
+    Args:
+        copies: arrays by names that begin with ``embed_tokens`` or ``lm_head``.
+
+    Raises:
+        ModelLoadError: the head has an LM head that differs from the model's.
+    """
     table = embedding_table(model)
     modules = dict(model.named_modules())
     own_head = next((modules[name] for name in modules if name.rpartition(".")[2] == LM_HEAD), table)
-    for name, module in ((EMBEDDING_TABLE, table), (LM_HEAD, own_head)):
-        published = names.copies.get(f"{name}.weight")
-        if published is None or f"{name}.scales" in names.copies:
-            continue
-        rows, own_rows = arrays[published][:_COMPARED_ROWS].astype(mx.float32), _first_rows(module)
-        if rows.shape != own_rows.shape or mx.linalg.norm(rows - own_rows) > _MAX_DIFFERENCE * mx.linalg.norm(rows):
-            raise ModelLoadError(f"its {published} is not a copy of the model's, and a draft head uses the model's")
+    if not _is_copy(LM_HEAD, copies, own_head):
+        published = names.copies[f"{LM_HEAD}.weight"]
+        raise ModelLoadError(f"its {published} is not a copy of the model's, and a draft head uses the model's")
+    if _is_copy(EMBEDDING_TABLE, copies, table):
+        return {}
+    return {name: array for name, array in copies.items() if name.startswith(EMBEDDING_TABLE)}
 
 
-def _first_rows(module: nn.Module) -> mx.array:
-    rows = module.weight[:_COMPARED_ROWS]
-    if "scales" in module:
-        scales = module.scales[:_COMPARED_ROWS]
-        biases = module.biases[:_COMPARED_ROWS] if "biases" in module else None
-        rows = mx.dequantize(rows, scales, biases, module.group_size, module.bits, module.mode)
-    return rows.astype(mx.float32)
+def _is_copy(name: str, copies: dict[str, mx.array], module: nn.Module) -> bool:
+    """Return True if stored weights are missing, or nearly those of a module of the model. Compares the first rows."""
+    if f"{name}.weight" not in copies:
+        return True
+    own = {kind: array for kind, array in module.items() if isinstance(array, mx.array)}
+    form = {key: getattr(module, key) for key in ("group_size", "bits", "mode")} if "scales" in own else {}
+    own_rows = _first_rows(own, form)
+    stored = {one.rpartition(".")[2]: array for one, array in copies.items() if one.startswith(name)}
+    form = stored_quantization(name, own_rows.shape[-1], copies) if "scales" in stored else {}
+    rows = _first_rows(stored, form)
+    if rows.shape != own_rows.shape:
+        return False
+    return bool((mx.linalg.norm(rows - own_rows) <= _MAX_DIFFERENCE * mx.linalg.norm(rows)).item())
+
+
+def _first_rows(weights: dict[str, mx.array], form: dict[str, Any]) -> mx.array:
+    """Return the first rows of a table in float32.
+
+    Args:
+        form: arguments of ``mx.dequantize``; empty if the weights are not quantized.
+    """
+    rows = {kind: array[:_COMPARED_ROWS] for kind, array in weights.items()}
+    plain = mx.dequantize(rows["weight"], rows["scales"], rows.get("biases"), **form) if form else rows["weight"]
+    return plain.astype(mx.float32)
 
 
 def embedding_table(model: nn.Module) -> nn.Module:
@@ -192,7 +240,7 @@ def _modules_of(weights: dict[str, mx.array]) -> Iterator[str]:
     """Yield the names of weights, without the scales and biases of quantized modules."""
     for name in weights:
         module, _, kind = name.rpartition(".")
-        if kind not in ("scales", "biases") or f"{module}.weight" not in weights:
+        if kind not in ("scales", "biases", "global_scale") or f"{module}.weight" not in weights:
             yield name
 
 
@@ -204,10 +252,15 @@ def _norms_of(config: dict[str, Any], tensors: list[StoredTensor]) -> str | None
     norms = config.get("norms")
     if norms not in (None, "shifted", "unshifted"):
         raise ModelLoadError(f"config.json: norms must be shifted or unshifted, not {short(norms)}")
-    convolutions = [one for one in tensors if one.name.endswith(_CONVOLUTION)]
-    if norms is None and any(one.shape[-1] != 1 for one in convolutions):
+    if norms is not None:
+        return norms
+    names = [one.name for one in tensors]
+    is_raw = any(one.name.endswith(_CONVOLUTION) and one.shape[-1] != 1 for one in tensors)
+    if is_raw or any(name.endswith(FP8_SCALES) for name in names):  # MLX's converters keep neither
         return "shifted"
-    return norms
+    if config.get("model_type") == _MLX_VLM:
+        return "shifted" if any(name.startswith("mtp.") for name in names) else "unshifted"
+    return None
 
 
 def _converted(

@@ -16,7 +16,7 @@ from metal_engine.checkpoints.checkpoint import (
     vision_tensors,
     weight_bytes,
 )
-from metal_engine.checkpoints.draft_head_names import head_tensors
+from metal_engine.checkpoints.draft_head_names import FP8_SCALES, head_tensors
 from metal_engine.checkpoints.gguf.config import default_dtype
 from metal_engine.checkpoints.gguf.header import GgufHeader
 from metal_engine.checkpoints.gguf.weights import loaded_bytes
@@ -84,9 +84,16 @@ def safetensors_facts(
 
 
 def head_bytes(tensors: Sequence[StoredTensor], facts: CheckpointRequirements, device: DeviceInfo) -> int:
-    """Return the memory for the weights of the draft head among some tensors, in bytes; 0 without a usable head."""
+    """Return the memory for the weights of the draft head among some tensors, in bytes; 0 without a usable head.
+
+    Published FP8 weights become numbers of the model's type.
+    """
     float_bytes = _DTYPE_BYTES[facts.dtype] if device.kind == "cpu" else None
-    return weight_bytes(head_tensors(list(tensors)), facts.config, float_bytes)
+    own = head_tensors(list(tensors))
+    fp8 = [tensor for tensor in own if tensor.dtype == "F8_E4M3"]
+    others = [tensor for tensor in own if tensor.dtype != "F8_E4M3" and not tensor.name.endswith(FP8_SCALES)]
+    num_fp8_bytes = sum(tensor.size for tensor in fp8) * _DTYPE_BYTES[facts.dtype]
+    return weight_bytes(others, facts.config, float_bytes) + num_fp8_bytes
 
 
 def _reading_bytes(tensors: Sequence[StoredTensor], num_bytes: int) -> int:

@@ -56,7 +56,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
     if (speculative := scheduler.speculative) is not None:
         facts["speculation"] = (
             f"{speculative.method}: up to {speculative.num_speculative_tokens} tokens a request and step, "
-            f"{_source(speculative, config.draft)}"
+            f"{_source(speculative, config)}"
         )
     else:
         del facts["speculation"]
@@ -146,11 +146,12 @@ def _ranks(ranks: tuple[RankInfo, ...]) -> str:
     return f"{len(ranks)}; {'; '.join(each)}"
 
 
-def _source(speculative: SpeculativeConfig, draft: ModelInfo | None) -> str:
+def _source(speculative: SpeculativeConfig, config: EngineConfig) -> str:
     """Describe the source of drafts."""
-    if draft is None:
+    if (draft := config.draft) is None:
         lengths = f"{speculative.prompt_lookup_min} to {speculative.prompt_lookup_max}"
-        return f"after {lengths} tokens that occurred before"
+        refusal = "" if config.head_refusal is None else f"; not used: {config.head_refusal}"
+        return f"after {lengths} tokens that occurred before{refusal}"
     return (
         f"of {draft.name} ({_count(draft.num_params)} parameters, {draft.dtype}; "
         f"{format_size(draft.weight_bytes)} of the weights, {format_size(draft.kv_bytes_per_token)} of KV a token)"

@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import dequantize_model
 
 from metal_engine.attention.backend import AttentionBackend, StepAttention
+from metal_engine.checkpoints.dequantized import dequantize as dequantize_layers
+from metal_engine.checkpoints.draft_head_quantization import check_finite, check_types, mlx_quantization
 from metal_engine.checkpoints.draft_heads import HeadWeights, embedding_table, has_attention, last_attention_layer
 from metal_engine.checkpoints.loader import read_weights
 from metal_engine.device.info import computes_on_cpu
@@ -43,8 +45,6 @@ from metal_engine.models.paged_model import PagedModel
 
 # Names of the norms' epsilon in mlx-lm's arguments.
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon")
-# Quantizations in MLX's affine mode. MLX ends the process on a group size of zero.
-_BITS, _GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
 class DraftHead(nn.Module):
@@ -56,6 +56,7 @@ class DraftHead(nn.Module):
         eps: epsilon of the norms.
         hidden_first: True if ``fc`` reads the hidden state before the embedding.
         scales_hidden: True if the head multiplies hidden states by ``hidden_scale`` before their norm.
+        vocab_size: number of rows of the head's own embedding table; 0 if it uses the model's.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class DraftHead(nn.Module):
         *,
         hidden_first: bool = False,
         scales_hidden: bool = False,
+        vocab_size: int = 0,
     ) -> None:
         super().__init__()
         self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps=eps)
@@ -76,6 +78,8 @@ class DraftHead(nn.Module):
         self._hidden_first = hidden_first
         if scales_hidden:
             self.hidden_scale = mx.ones(hidden_size)
+        if vocab_size:
+            self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Return the head's output, [N, T, hidden_size].
@@ -95,17 +99,14 @@ class DraftHead(nn.Module):
         return self.norm(x)
 
 
-def new_head(
-    model: nn.Module, layers: Sequence[int] = (), *, hidden_first: bool = False, scales_hidden: bool = False
-) -> DraftHead:
+def new_head(model: nn.Module, layers: Sequence[int] = (), **options: Any) -> DraftHead:
     """Return a head with random weights for a model.
 
     Args:
         model: a loaded mlx-lm model.
         layers: for each block, the index of the layer of the model that has the same structure. Default: one block like
             the last layer with attention.
-        hidden_first: True if ``fc`` reads the hidden state before the embedding.
-        scales_hidden: True if the head multiplies hidden states by ``hidden_scale`` before their norm.
+        options: further arguments of :class:`DraftHead`.
 
     Raises:
         UnsupportedModelError: the model's layers cannot be created in this way, or not exactly one block has attention.
@@ -117,7 +118,7 @@ def new_head(
     eps = next((getattr(args, name) for name in _EPSILONS if hasattr(args, name)), None)
     if eps is None:
         raise UnsupportedModelError("its norms have no epsilon of the usual name, which a draft head needs")
-    return DraftHead(blocks, args.hidden_size, eps, hidden_first=hidden_first, scales_hidden=scales_hidden)
+    return DraftHead(blocks, args.hidden_size, eps, **options)
 
 
 def _new_layer(like: nn.Module, index: int, args: Any) -> nn.Module:
@@ -146,32 +147,33 @@ def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequan
     Raises:
         ModelLoadError: the weights do not fit the model.
     """
-    scales_hidden = "hidden_scale" in weights.arrays
-    head = new_head(model, weights.layers, hidden_first=weights.hidden_first, scales_hidden=scales_hidden)
-    nn.quantize(head, class_predicate=lambda path, module: _quantization(path, module, weights.arrays))
+    head = new_head(
+        model,
+        weights.layers,
+        hidden_first=weights.hidden_first,
+        scales_hidden="hidden_scale" in weights.arrays,
+        vocab_size=weights.vocab_size,
+    )
+    nn.quantize(head, class_predicate=lambda path, module: mlx_quantization(path, module, weights.arrays))
     try:
         head.load_weights(list(weights.arrays.items()))
     except ValueError as error:
         raise ModelLoadError(f"its weights do not fit the model: {one_line(error)}") from error
-    _check_types(head)
+    check_types(head)
     if dequantize:
-        dequantize_model(head)
+        dequantize_layers(head)
     may_cast = getattr(model, "cast_predicate", lambda name: True)  # mlx-lm keeps some weights of routers in float32
-    cast = {name: array.astype(dtype) for name, array in _floats(head) if may_cast(name)}
+    cast = {name: array.astype(dtype) for name, array in _floats(head) if may_cast(name) and _has_any_type(name)}
     head.update(tree_unflatten(list(cast.items())))
     head.eval()
     read_weights(head)
+    check_finite(head)
     return head
 
 
-def _check_types(head: DraftHead) -> None:
-    """Raise ModelLoadError if weights are integers without MLX's scales, such as FP8 numbers without their scales."""
-    for path, module in head.named_modules():
-        for name, array in module.items():
-            is_quantized = name == "weight" and "scales" in module and array.dtype == mx.uint32
-            if isinstance(array, mx.array) and not is_quantized and not mx.issubdtype(array.dtype, mx.floating):
-                kind = str(array.dtype).removeprefix("mlx.core.")
-                raise ModelLoadError(f"its {path}.{name} has the type {kind}, which is not a floating-point type")
+def _has_any_type(name: str) -> bool:
+    """Return False for weights that MLX takes only in float32."""
+    return not name.endswith(".global_scale")
 
 
 def _floats(head: DraftHead) -> list[tuple[str, mx.array]]:
@@ -179,26 +181,30 @@ def _floats(head: DraftHead) -> list[tuple[str, mx.array]]:
     return [(name, array) for name, array in flat if mx.issubdtype(array.dtype, mx.floating)]
 
 
-def _quantization(path: str, module: nn.Module, arrays: dict[str, mx.array]) -> dict[str, Any] | bool:
-    """Return the arguments that quantize a module as its stored weights are quantized; False if they are not."""
-    weight, scales = arrays.get(f"{path}.weight"), arrays.get(f"{path}.scales")
-    if weight is None or scales is None or not hasattr(module, "to_quantized"):
-        return False
-    if f"{path}.biases" not in arrays:
-        raise ModelLoadError(
-            "the draft head is not quantized in MLX's affine mode: use an affine or an unquantized version"
-        )
-    num_inputs = module.weight.shape[-1]
-    packed, num_groups = (array.shape[-1] if array.ndim else 1 for array in (weight, scales))
-    bits, group_size = 32 * packed // num_inputs, num_inputs // num_groups
-    if bits not in _BITS or group_size not in _GROUP_SIZES or group_size * num_groups != num_inputs:
-        raise ModelLoadError(f"its weights do not fit the model: {path} is not quantized for {num_inputs} inputs")
-    return {"group_size": group_size, "bits": bits}
-
-
 def _one_or_group(caches: Sequence[Any]) -> Any:
     """Return a layer's caches as mlx-lm expects them: the only cache, or a group."""
     return caches[0] if len(caches) == 1 else CacheGroup(caches)
+
+
+class _Written(Exception):
+    """Ends a forward whose keys and values are written."""
+
+
+class _OnlyWrites:
+    """Attention of a step that ends the forward where a layer attends. A layer writes its keys and values before.
+
+    Args:
+        attention: attention of the step, whose other methods are used.
+    """
+
+    def __init__(self, attention: StepAttention) -> None:
+        self._attention = attention
+
+    def attend(self, *args: Any, **options: Any) -> mx.array:
+        raise _Written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
 
 
 class PagedDraftHead:
@@ -220,7 +226,7 @@ class PagedDraftHead:
         if target.hidden_problem is not None:
             raise UnsupportedModelError(target.hidden_problem)
         self.head, self._target = head, target
-        self._embedding = embedding_table(target.model)
+        self._embedding = head.embed_tokens if "embed_tokens" in head else embedding_table(target.model)
         if computes_on_cpu():
             use_faster_layers(head)
         patch_indexers(head)
@@ -264,8 +270,6 @@ class PagedDraftHead:
     ) -> mx.array:
         """Write the keys and values of some rows, and return the head's output for them, [N, hidden_size].
 
-        If nothing evaluates the output, only the keys and values are computed.
-
         Args:
             token_ids: tokens after the rows, [N] int32.
             hidden: hidden states of the rows, or the head's output of the rows before in a chain, [N, hidden_size].
@@ -274,6 +278,21 @@ class PagedDraftHead:
             images: features of the tokens after the rows; None if no such token has features.
         """
         return self._run(token_ids, hidden, rotary_positions(rows, self._positions), rows, attention, images)
+
+    def write(
+        self,
+        token_ids: mx.array,
+        hidden: mx.array,
+        rows: StepRows,
+        attention: StepAttention,
+        images: StepImages | None = None,
+    ) -> None:
+        """Write the keys and values of some rows. The rest of the head is not built, which takes most of its host time.
+
+        Args are those of a call.
+        """
+        with suppress(_Written):
+            self(token_ids, hidden, rows, _OnlyWrites(attention), images)
 
     def forward_of_arrays(
         self, token_ids: mx.array, hidden: mx.array, positions: mx.array, rows: TracedRows, attention: StepAttention

@@ -106,15 +106,16 @@ class HeadDrafter:
         self._num_idle_steps += 1
         # A step with prompts carries, too: this costs little of its time, and the prompts' requests decode next.
         is_carried = self._num_idle_steps <= _CARRIED_STEPS or rows.num_tokens > len(rows.logits_indices)
-        num_new_traces = self._num_new_traces
-        if is_decode(step.plan, rows, len(rows.logits_indices)):
+        is_carried = is_carried and len(rows.logits_indices) > 0
+        num_new_traces, output = self._num_new_traces, None
+        if is_decode(step.plan, rows, len(rows.logits_indices)) and (is_carried or self.replay is not None):
             output = self._run(next_tokens, step.hidden, rows, step.attention)
-        elif is_carried and len(rows.logits_indices):
+        elif is_carried:
             output = self.head.follow(next_tokens, step.hidden, rows, step.attention, self._backend, step.next_images)
         else:
-            output = self.head(next_tokens, step.hidden, rows, step.attention, step.next_images)
+            self.head.write(next_tokens, step.hidden, rows, step.attention, step.next_images)
         num_new_traces = self._num_new_traces - num_new_traces
-        if is_carried and len(rows.logits_indices):
+        if is_carried:
             return FollowedByHead(self, step, num_new_traces, output)
         return FollowedByHead(self, step, num_new_traces, None, self.head.pool.writes_done_marker())
 

@@ -346,6 +346,7 @@ class EngineConfig:
     # measured time of the model's check and its largest step, which compile kernels
     warm_up_seconds: float = field(default=0.0, compare=False)
     draft: ModelInfo | None = None  # draft model or draft head for speculation
+    head_refusal: str | None = None  # reason why the draft head is not used with the method "auto"
     command_buffers: CommandBufferLimits | None = None  # None for MLX's own limits, or without Metal
     kv_role: str | None = None  # vLLM's name of the engine's role with a KV store; None without a store
     ranks: tuple[RankInfo, ...] = ()  # ranks that share the model; empty without distribution
@@ -362,6 +363,14 @@ class EngineConfig:
     def requests(self) -> str:
         """How the requests of a step run: ``packed``, or one after another with the reason."""
         return f"{ALONE}: {self.model.alone}" if self.model.alone else "packed"
+
+    @property
+    def speculation(self) -> str | None:
+        """Source of drafts, with the reason if a draft head is not used; None without speculation."""
+        config = self.scheduler.speculative
+        if config is None or (self.draft is None and self.head_refusal is None):
+            return None if config is None else config.method
+        return f"{config.method}: {self.head_refusal if self.draft is None else self.draft.name}"
 
     @property
     def saves_kv(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -14,15 +15,16 @@ from mlx_vlm.models.qwen3_5.config import TextConfig
 from mlx_vlm.speculative.drafters.qwen3_5_mtp.config import Qwen3_5MTPConfig
 from mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp import Qwen3_5MTPDraftModel
 
-from metal_engine.models.draft_head import PagedDraftHead
+from metal_engine.models.draft_head import DraftHead, PagedDraftHead
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
 from metal_engine.runner.head_drafter import HeadDrafter
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import Drafting
 from tests.runner.test_speculation import EVERYTHING, Requests, check_same, params
-from tests.support.draft_heads import head_engine, head_outputs, random_head
+from tests.support.draft_heads import draft_always, head_engine, head_outputs, random_head
 from tests.support.kv_engines import kv_engine
+from tests.support.speculation import draft_for_free, head_config
 from tests.support.sweeps import diagonal
 from tests.support.tiny_engine import run_all, run_pooling, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
@@ -136,6 +138,25 @@ def test_drafts_are_those_of_the_reference(
     assert max(reference.gap(known, drafts) for known, drafts in found) < 1e-4
     replay = drafter_of(engine).replay
     assert (replay is not None and replay.num_traces > 2 and replay.refusal is None) == ("replay" in config)
+
+
+def test_a_head_may_have_an_embedding_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = Reference()
+    table = mx.array(reference.embeddings[::-1].astype(np.float32))
+    reference.embeddings = np.array(table).astype(np.float64)
+
+    def make_head(model: nn.Module) -> DraftHead:
+        head = random_head(model)
+        head.embed_tokens = nn.Embedding(*table.shape)
+        head.embed_tokens.weight = table
+        return head
+
+    engine = tiny_engine(speculative=head_config(3), make_head=make_head, **HYBRID)
+    draft_for_free(engine)
+    draft_always(engine)
+    found = watch(engine, monkeypatch)
+    run_all(engine, GREEDY[:2])
+    assert len(found) > 5 and max(reference.gap(known, drafts) for known, drafts in found) < 1e-4
 
 
 def test_acceptance_is_that_of_the_reference(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:

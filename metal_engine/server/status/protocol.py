@@ -57,6 +57,7 @@ class Health(BaseModel):
     - ``dispatch``: with ``--async-scheduling``, a description of the time at which steps are dispatched.
     - ``command_buffers``: limits of Metal's command buffers. Null if they are MLX's own, or without Metal.
     - ``replay``: ``on`` if decode-only steps are replayed, otherwise ``off``, with the reason if replay is impossible.
+    - ``speculation``: source of drafts, with the reason if a draft head is not used. Null without speculation.
     - ``images``: ``accepted`` if prompts may have images, otherwise ``refused``, with the reason.
     - ``kv_transfer``: counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, if KV transfer is used.
     """
@@ -71,6 +72,7 @@ class Health(BaseModel):
     dispatch: str | None = None
     command_buffers: str | None = None
     replay: str
+    speculation: str | None = None
     images: str
     preemptions: int
     failed_steps: int

@@ -128,6 +128,7 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, shows_parameters: bool
         dispatch=engine.config.dispatch or None,
         command_buffers=None if (limits := engine.config.command_buffers) is None else str(limits),
         replay=_replay(served),
+        speculation=engine.config.speculation,
         images=engine.config.model.images,
         preemptions=stats.num_preemptions,
         failed_steps=engine.metrics.num_failed_steps,
