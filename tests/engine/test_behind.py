@@ -73,13 +73,14 @@ def test_the_same_outputs(sizes: str, model: str, replay: bool, monkeypatch: pyt
     check_equal(drain(engine), model)
     assert sum(seen) > 5 or model == "recurrent"  # small blocks: most steps store states and go after
     assert (engine.stats.num_preemptions > 0) == (sizes == "preempted")
-    assert (engine.metrics.num_decode_forwards["replayed"] > 0) == (replay and model != "recurrent")
+    assert not replay or model == "recurrent" or engine.metrics.num_decode_forwards["replayed"] > 0
 
 
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
 def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed step loses the whole KV cache. All requests still get their full output."""
+    expected = undisturbed("attention")
     engine = tiny_engine(behind=True, replay=replay, **SIZES["chunks"])
     runner: Any = engine.runner
     seen = allow_queued_dispatch(engine, monkeypatch)
@@ -123,7 +124,7 @@ def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.Mon
     assert ("traced" in forwards) == replay  # the first failure may disable replay
     assert survivors and len(allocations) == len(survivors) == engine.metrics.num_failed_steps
     assert survivors[-1] and not survivors[-1] & gone
-    for request_id, output in undisturbed("attention").items():
+    for request_id, output in expected.items():
         tokens = token_ids(found.get(request_id, []))
         assert tokens == (output.token_ids[: len(tokens)] if request_id in gone else output.token_ids)
 

@@ -51,7 +51,7 @@ MAX_LIVE = 8
 
 
 MODELS: dict[str, dict[str, Any]] = {"attention": {}, "recurrent": {"architecture": "qwen3_5", "num_state_slots": 36}}
-# Requests with and without common prefixes, of one and several chunks. The same seed gives the same output.
+# Some prompts share a prefix, and some take several chunks. The same seed gives the same output.
 ASKED: list[tuple[list[int], SamplingParams | PoolingParams]] = [
     *((prompt, params) for prompt, params in MIXED if params.seed is not None),
     (LONG, PoolingParams(pooling_type="MEAN")),

@@ -1,4 +1,4 @@
-"""KV and states of every kind of model in a store: outputs are those without a store, and nothing is computed twice.
+"""Stored KV and states of every kind of model: outputs equal the outputs without a store.
 
 A recurrent state is loaded only together with the blocks before it.
 """
@@ -198,7 +198,7 @@ def test_what_was_loaded_is_a_checkpoint_here_too(make: MakeEngine) -> None:
 
 @pytest.mark.parametrize("fault", ["spoilt", "lost"])
 def test_states_that_cannot_be_loaded_are_computed_again(make: MakeEngine, tmp_path: Path, fault: str) -> None:
-    """Blocks without a state are of no use."""
+    """The engine then loads no block, because a block is usable only together with a state."""
     first = engine_of(make, "hybrid")
     fill(first, "hybrid")
     assert first.paged.pool.bytes_per_request > first.layout.nbytes  # files of states are larger than files of blocks
