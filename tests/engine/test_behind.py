@@ -8,11 +8,10 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from functools import cache
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from metal_engine.request import RequestOutput, client_id
@@ -24,35 +23,15 @@ from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.start_check import CheckDeadline
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import NO_REPLAY_WITHOUT_KERNEL, DeviceInfo, RankInfo
-from tests.support.sweeps import diagonal
+from tests.support.mixed_requests import MODELS as ATTENTION_AND_RECURRENT
+from tests.support.mixed_requests import WINDOWS, add_mixed, check_equal, undisturbed
+from tests.support.running import drain
+from tests.support.sweeps import diagonal, sweep
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import byte_ids
 from tools.fixtures.stepped_engine import SteppedEngine
 
-Requests = list[tuple[list[int], SamplingParams]]
-
-
-def asked(seed: int = 0) -> Requests:
-    """Requests with every sampling control, and prompts of one and several chunks."""
-
-    def params(**fields: Any) -> SamplingParams:
-        return SamplingParams(**{"max_tokens": 32, "temperature": 0.8, "ignore_eos": True, "seed": seed, **fields})
-
-    digits = StructuredOutputsParams(regex="[0-9]{7}")
-    return [
-        (byte_ids("a prompt of some length, of several chunks, and of blocks that others have"), params()),
-        (byte_ids("a prompt of some length, of several chunks, and more"), params(temperature=0.0, logprobs=3)),
-        (byte_ids("b"), params(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5)),
-        (byte_ids("cc"), params(bad_words=["e", "th"], top_k=20)),
-        (byte_ids("some digits"), params(structured_outputs=digits, ignore_eos=False)),
-        (byte_ids("to be stopped"), params(stop=("a", "e", "i", "o", "u"))),
-        (byte_ids("to be stopped by a token"), params(stop_token_ids=list(range(40, 120)), min_tokens=3)),
-        (byte_ids("of known probability " * 3), params(prompt_logprobs=2, max_tokens=3, logit_bias={70: 5.0})),
-        (byte_ids("one"), params(max_tokens=1)),
-        (byte_ids("nucleus"), params(top_p=0.7, min_p=0.05)),
-    ]
-
-
+MODELS = ATTENTION_AND_RECURRENT | WINDOWS
 SIZES: dict[str, dict[str, Any]] = {
     "roomy": {"num_blocks": 256},
     "chunks": {"num_blocks": 256, "max_num_batched_tokens": 12, "max_num_seqs": 12},
@@ -76,47 +55,39 @@ def allow_queued_dispatch(engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch
     return seen
 
 
-def same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
-    assert token_ids(ours) == token_ids(theirs)
-    assert ours[-1].finish_reason == theirs[-1].finish_reason
-    assert "".join(o.text for o in ours) == "".join(o.text for o in theirs)
-    logprobs = [[lp.logprob for o in outputs for lp in o.logprobs or ()] for outputs in (ours, theirs)]
-    np.testing.assert_allclose(*logprobs, atol=1e-4)
-
-
-def model_of(architecture: str | None) -> dict[str, Any]:
-    return {"architecture": architecture, "num_state_slots": 60 if architecture == "qwen3_next" else 0}
-
-
-@cache
-def alone(architecture: str | None = None, seed: int = 0) -> list[list[RequestOutput]]:
-    """Run each request in a separate engine, one step at a time, and return its outputs."""
-    return [run_all(tiny_engine(**model_of(architecture)), [request])[0] for request in asked(seed)]
-
-
-@pytest.mark.parametrize(("sizes", "architecture"), diagonal(SIZES, [None, "gemma3_text", "qwen3_next"]))
-def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiny_engine(behind=True, **model_of(architecture), **SIZES[sizes])
+@pytest.mark.parametrize(
+    ("sizes", "model", "replay"),
+    sweep(
+        product(SIZES, MODELS, [False, True]),
+        [
+            *(("roomy", "attention", False), ("chunks", "windows", False), ("preempted", "recurrent", False)),
+            *(("chunks", "attention", True), ("preempted", "attention", True)),
+        ],
+    ),
+)
+def test_the_same_outputs(sizes: str, model: str, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers all controls, including grammars. Replayed steps follow replayed and built steps."""
+    engine = tiny_engine(behind=True, replay=replay, **MODELS[model], **SIZES[sizes])
     seen = allow_queued_dispatch(engine, monkeypatch)
-    for ours, theirs in zip(run_all(engine, asked()), alone(architecture), strict=True):
-        same(ours, theirs)
-    assert sum(seen) > 5 or architecture == "qwen3_next"  # small blocks: most steps store states and go after
+    add_mixed(engine)
+    check_equal(drain(engine), model)
+    assert sum(seen) > 5 or model == "recurrent"  # small blocks: most steps store states and go after
     assert (engine.stats.num_preemptions > 0) == (sizes == "preempted")
-    assert engine.stats.num_used_blocks == 0
+    assert not replay or model == "recurrent" or engine.metrics.num_decode_forwards["replayed"] > 0
 
 
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
 def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed step loses the whole KV cache. All requests still get their full output."""
-    requests = asked(seed)
-    expected = [token_ids(outputs) for outputs in alone(seed=seed)]
+    expected = undisturbed("attention")
     engine = tiny_engine(behind=True, replay=replay, **SIZES["chunks"])
     runner: Any = engine.runner
     seen = allow_queued_dispatch(engine, monkeypatch)
     rng = random.Random(seed)
     plans, execute, wait = {}, runner.execute, PendingStep.wait
-    survivors: list[set[int]] = []
+    survivors: list[set[str]] = []
+    gone: set[str] = set()
 
     def executed(plan: Any) -> PendingStep:
         step: PendingStep = execute(plan)
@@ -127,37 +98,35 @@ def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.Mon
         wait(step)
         left_out = engine.scheduler.running.keys() - plans[step].num_scheduled_tokens.keys()
         if step.has_queued_successor and left_out and len(survivors) < 2 and rng.random() < 0.3:
-            survivors.append({int(client_id(request_id)) for request_id in left_out})
+            survivors.append(set(map(client_id, left_out)))
             raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(runner, "execute", executed)
     monkeypatch.setattr(PendingStep, "wait", fails)
     allocate, allocations = runner.pool.allocate, []
     monkeypatch.setattr(runner.pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
-    for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), engine.prepare(prompt, params))
-    found: list[list[int]] = [[] for _ in requests]
-    gone: set[int] = set()
-    while engine.has_requests:
-        for output in engine.step():
-            assert output.error is None, output.error
-            found[int(output.request_id)] += output.token_ids
-        # Requests 2 and 3, with penalties and bad words, are in every second step.
-        others = [r for r in engine.request_ids if int(r) not in {2, 3}.union(*survivors)]
+
+    def step() -> list[RequestOutput]:
+        outputs = engine.step()
+        # The requests with penalties and bad words are in every second step.
+        others = [r for r in engine.request_ids if r not in {"2-0", "8-0"}.union(*survivors)]
         if rng.random() < 0.1 and len(others) > 2:
-            victim = rng.choice(others)
+            gone.add(victim := rng.choice(others))
             engine.abort_request(victim)
-            gone.add(int(victim))
         if rng.random() < 0.1:
             engine.scheduler.preempt_all()
-        engine.scheduler.check_integrity()
-    assert any(seen) and engine.stats.num_used_blocks == 0 and not runner._steps
+        return outputs
+
+    add_mixed(engine)
+    found = drain(engine, step)
+    assert any(seen) and not runner._steps
     forwards = {step.decode_forward.outcome for step in plans if step.decode_forward is not None}
     assert ("traced" in forwards) == replay  # the first failure may disable replay
     assert survivors and len(allocations) == len(survivors) == engine.metrics.num_failed_steps
     assert survivors[-1] and not survivors[-1] & gone
-    for i, tokens in enumerate(expected):
-        assert found[i] == (tokens[: len(found[i])] if i in gone else tokens)
+    for request_id, output in expected.items():
+        tokens = token_ids(found.get(request_id, []))
+        assert tokens == (output.token_ids[: len(tokens)] if request_id in gone else output.token_ids)
 
 
 def test_tokens_are_told_between_the_parts_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,30 +171,6 @@ def test_writes_stay_in_place() -> None:
     before = mx.get_active_memory()
     run_all(engine, [(byte_ids("abcde" * i), SamplingParams(max_tokens=40, ignore_eos=True)) for i in range(1, 4)])
     assert mx.get_peak_memory() - before < array_bytes
-
-
-def test_samples_of_a_mixed_step_are_gathered_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step with decodes and chunks is built before any token of the previous step is on the host."""
-    engine = tiny_engine(max_num_batched_tokens=24, ahead=True)
-    runner: Any = engine.runner
-    built: list[tuple[int, int]] = []  # number of rows with pending tokens, and number of all rows
-    input_ids = type(runner)._input_ids
-
-    def spy(self: Any, batch: Any) -> mx.array:
-        built.append((len(batch.pending_rows), len(batch.input_ids)))
-        return input_ids(self, batch)
-
-    monkeypatch.setattr(type(runner), "_input_ids", spy)
-    for i, length in enumerate([3, 5, 70]):
-        prompt = np.random.default_rng(i).integers(0, 256, length).tolist()
-        engine.add_request(
-            str(i), engine.prepare(prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
-        )
-    while engine.has_requests:
-        engine.step()
-    assert any(0 < pending < rows for pending, rows in built), built
-    # The first decode's input is the prompt's last token. The device has the inputs of all later decodes.
-    assert sum(pending for pending, _ in built) == 3 * 7
 
 
 # --- choice of the mode -------------------------------------------------------------------------------------

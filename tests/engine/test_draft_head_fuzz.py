@@ -20,7 +20,8 @@ from metal_engine.runner.drafting import DraftTask
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.settings.config import SpeculativeConfig
 from tests.support.draft_heads import draft_always, random_head
-from tests.support.mixed_requests import ALL_MODELS, MIXED, check_equal, run_to_end, undisturbed
+from tests.support.mixed_requests import ALL_MODELS, MIXED, check_equal, undisturbed
+from tests.support.running import drain
 from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes, speculate
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import byte_ids
@@ -113,8 +114,8 @@ def run_mixed(engine: SteppedEngine, rng: random.Random) -> dict[str, list[Reque
         return outputs
 
     arrive()
-    found = run_to_end(engine, step)
-    assert not arrivals and engine.stats.num_used_blocks == 0
+    found = drain(engine, step)
+    assert not arrivals
     assert all(output.error is None for outputs in found.values() for output in outputs)
     return {request_id: outputs for request_id, outputs in found.items() if not request_id.startswith("pooled")}
 

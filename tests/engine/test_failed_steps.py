@@ -17,6 +17,7 @@ from metal_engine.attention.portable import backend as mlx_ops
 from metal_engine.device.streams import second_stream
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
+from metal_engine.request import RequestOutput
 from metal_engine.runner.batch import RequestTable
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
@@ -26,9 +27,9 @@ from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import ModelOutput
 from tests.support.demo import engine_for
-from tests.support.running import run
+from tests.support.running import add_all, drain, run
 from tests.support.sweeps import sweep
-from tests.support.tiny_engine import run_pooling, tiny_engine, with_vocabulary
+from tests.support.tiny_engine import run_pooling, tiny_engine, token_ids, with_vocabulary
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
@@ -38,6 +39,7 @@ VOCAB_SIZE = 300
 # The fourth prompt does not fit into the steps of the first three, so it waits while they fail.
 PROMPTS = [[5, 7, 9], [11] * 20, [3, 1, 4, 1, 5], [200, 100] * 12]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+REQUESTS = [(prompt, GREEDY) for prompt in PROMPTS]
 
 
 class Fault:
@@ -121,13 +123,15 @@ DISPATCHES: dict[str, dict[str, bool]] = {
 }
 # Elements from which attention uses a second stream, and True for a model with recurrent layers.
 COMPUTED = {"one stream": (None, False), "two streams": (0, False), "hybrid": (None, True)}
-QUICK_ENGINES = [
-    *(("one stream", "one by one"), ("one stream", "replayed"), ("two streams", "one ahead")),
-    *(("two streams", "behind"), ("hybrid", "one ahead"), ("hybrid", "behind")),
-]
+QUICK = [("one stream", "one by one"), ("one stream", "replayed"), ("two streams", "one ahead"), ("hybrid", "behind")]
 
 
-@pytest.fixture(params=sweep(product(product(COMPUTED, DISPATCHES)), zip(QUICK_ENGINES)), ids="-".join)
+def engine_of(model: Any, *, budget: int = 16, **settings: bool) -> SteppedEngine:
+    sizes = {"vocab_size": VOCAB_SIZE, "budget": budget, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
+    return engine_for(PagedModel(model), tiny_tokenizer(), **sizes, **settings)
+
+
+@pytest.fixture(params=sweep(product(product(COMPUTED, DISPATCHES)), zip(QUICK)), ids="-".join)
 def engine(request: pytest.FixtureRequest, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> Iterator[SteppedEngine]:
     computed, dispatch = request.param
     lane_elements, is_hybrid = COMPUTED[computed]
@@ -136,43 +140,22 @@ def engine(request: pytest.FixtureRequest, fault: Fault, monkeypatch: pytest.Mon
     if is_hybrid:
         model = random_model(with_vocabulary(configuration("qwen3_next"), VOCAB_SIZE))
     fault.install(model, monkeypatch)
-    yield engine_for(
-        PagedModel(model),
-        tiny_tokenizer(),
-        vocab_size=VOCAB_SIZE,
-        budget=16,
-        block_size=8,
-        num_blocks=64,
-        max_num_seqs=3,
-        **DISPATCHES[dispatch],
-    )
-
-
-def remaining_tokens(engine: SteppedEngine) -> dict[str, list[int]]:
-    """Run the remaining requests to their end. Return the tokens of each."""
-    outputs: dict[str, list[int]] = {}
-    while engine.has_requests:
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).extend(output.token_ids)
-    return outputs
+    yield engine_of(model, **DISPATCHES[dispatch])
 
 
 def run_with_fault(engine: SteppedEngine, fault: Fault, kind: str, at_step: int) -> list[list[int]]:
     """Run all prompts with a fault at a step. Return their tokens."""
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), engine.prepare(prompt, GREEDY))
-    outputs: list[list[int]] = [[] for _ in PROMPTS]
-    for step in range(200):
-        if not engine.has_requests:
-            break
-        if step == at_step:
+    add_all(engine, REQUESTS)
+    steps = itertools.count()
+
+    def step() -> list[RequestOutput]:
+        if next(steps) == at_step:
             fault.kind = kind
-        for output in engine.step():
-            assert output.error is None, output.error
-            outputs[int(output.request_id)] += output.token_ids
-        engine.scheduler.check_integrity()
-    assert not engine.has_requests and engine.stats.num_used_blocks == 0
-    return outputs
+        return engine.step()
+
+    outputs = drain(engine, step)
+    assert not any(output.error for found in outputs.values() for output in found)
+    return [token_ids(outputs[str(i)]) for i in range(len(PROMPTS))]
 
 
 # After an evaluation failed on a CPU, MLX misses the end of some of its tasks, and may later wait for them forever.
@@ -239,23 +222,11 @@ def test_what_a_step_has_computed_cannot_be_taken_over(
     expected = run_pooling(engine, requests)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fails_once(getattr(owner, name), at_call))
-        for i, (prompt, params) in enumerate(requests):
-            is_pooling = isinstance(params, PoolingParams)
-            prepared = engine.prepare_pooling([prompt], params)[0] if is_pooling else engine.prepare(prompt, params)
-            engine.add_request(str(i), prepared)
-        found = [[] if isinstance(params, SamplingParams) else None for _, params in requests]
-        while engine.has_requests:
-            for output in engine.step():
-                assert output.error is None, output.error
-                i = int(output.request_id)
-                found[i] = output.pooled if output.pooled is not None else (found[i] or []) + output.token_ids
-            engine.scheduler.check_integrity()
-    assert engine.metrics.num_failed_steps == 1
-    assert not runner._steps and engine.stats.num_used_blocks == 0
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    for ours, theirs in zip(run_pooling(engine, requests), expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        found = run_pooling(engine, requests)
+    assert engine.metrics.num_failed_steps == 1 and not runner._steps
+    for outputs in (found, run_pooling(engine, requests)):
+        for ours, theirs in zip(outputs, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 # Functions that raise once, while two steps are in flight.
@@ -279,8 +250,7 @@ def test_there_is_one_cache_at_a_time(where: str, replay: bool, monkeypatch: pyt
     allocations = []
     allocate = pool.allocate
     monkeypatch.setattr(pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), engine.prepare(prompt, GREEDY))
+    add_all(engine, REQUESTS)
     for _ in range(4):
         engine.step()
     errors = []
@@ -310,23 +280,11 @@ def test_nothing_cached_outlives_a_failed_step(fault: Fault, monkeypatch: pytest
     """Blocks are shared as soon as a plan fills them. The failed step never filled its blocks."""
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
     fault.install(model, monkeypatch)
-    engine = engine_for(
-        PagedModel(model),
-        tiny_tokenizer(),
-        vocab_size=VOCAB_SIZE,
-        budget=64,
-        block_size=8,
-        num_blocks=64,
-        max_num_seqs=3,
-        caching=True,
-    )
+    engine = engine_of(model, budget=64, caching=True)
 
     def num_cached_tokens(request_id: str) -> int:
         engine.add_request(request_id, engine.prepare([11] * 20, GREEDY))
-        outputs = []
-        while engine.has_requests:
-            outputs += engine.step()
-        return outputs[-1].num_cached_tokens
+        return drain(engine)[request_id][-1].num_cached_tokens
 
     fault.kind = "eval"
     assert num_cached_tokens("fails") == 0
@@ -358,163 +316,21 @@ def test_a_lost_cache_is_computed_again(engine: SteppedEngine, fault: Fault, mon
 
 
 def test_a_scheduler_that_raises_fails_what_there_is(
-    engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: SteppedEngine, fault: Fault, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = run(engine, PROMPTS, GREEDY)
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), engine.prepare(prompt, GREEDY))
+    add_all(engine, REQUESTS)
     engine.step()
+    fault.kind = "result"  # a step in flight fails, too
     schedule = engine.scheduler.schedule
     with monkeypatch.context() as patch:
         # Fails late: the scheduler's state has advanced, and the plan is lost.
         patch.setattr(engine.scheduler, "schedule", lambda: (schedule(), 1 / 0))
         outputs = engine.step()
+    fault.kind = None
     assert {o.request_id for o in outputs} == set("0123")
     assert all(o.error is not None and "ZeroDivisionError" in o.error for o in outputs)
     assert not engine.has_requests and engine.stats.num_used_blocks == 0
-    assert run(engine, PROMPTS, GREEDY) == expected
-
-
-def test_running_requests_survive_the_loss_of_their_kv(engine: SteppedEngine) -> None:
-    expected = run(engine, PROMPTS, GREEDY)
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), engine.prepare(prompt, GREEDY))
-    outputs: list[list[int]] = [[] for _ in PROMPTS]
-    for step in range(100):
-        if not engine.has_requests:
-            break
-        for output in engine.step():
-            outputs[int(output.request_id)] += output.token_ids
-        if step in (1, 4, 11):
-            engine.scheduler.preempt_all()
-            assert engine.stats.num_used_blocks == 0
-            engine.scheduler.check_integrity()
-    assert outputs == expected
-    assert engine.stats.num_preemptions >= 3
-
-
-@pytest.mark.parametrize(
-    ("dispatch", "at_step"),
-    sweep(
-        product([name for name in DISPATCHES if name != "one by one"], range(4, 12)),
-        [("one ahead", 4), ("behind", 6), ("replayed", 8), ("one ahead", 11)],
-    ),
-)
-def test_a_refused_step_leaves_those_out_of_it_alone(
-    fault: Fault, monkeypatch: pytest.MonkeyPatch, at_step: int, dispatch: str
-) -> None:
-    """More outputs than the budget: the refused step may omit requests that sampled in the step in flight."""
-    model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
-    fault.install(model, monkeypatch)
-    engine = engine_for(
-        PagedModel(model),
-        tiny_tokenizer(),
-        vocab_size=VOCAB_SIZE,
-        budget=8,
-        block_size=8,
-        num_blocks=64,
-        max_num_seqs=4,
-        **DISPATCHES[dispatch],
-    )
-    expected = run(engine, PROMPTS, GREEDY)
-    engine.scheduler.config = replace(engine.scheduler.config, max_num_batched_tokens=1)
-    assert run_with_fault(engine, fault, "build", at_step) == expected
-    assert engine.metrics.num_retried_requests == engine.metrics.num_failed_steps == 1
-
-
-@on_device
-def test_what_is_built_on_a_step_that_fails_never_runs(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its input would be invalid data in place of the failed step's samples."""
-    model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
-    fault.install(model, monkeypatch)
-    engine = engine_for(
-        PagedModel(model),
-        tiny_tokenizer(),
-        vocab_size=VOCAB_SIZE,
-        budget=5,
-        block_size=8,
-        num_blocks=64,
-        max_num_seqs=3,
-        ahead=True,
-    )
-    runner: Any = engine.runner
-    prompts = {"fails": [5, 7, 9, 3, 4], "void": [11] * 3}
-    expected = dict(zip(prompts, run(engine, list(prompts.values()), GREEDY), strict=True))
-    for request_id, prompt in prompts.items():
-        engine.add_request(request_id, engine.prepare(prompt, GREEDY))
-    fault.kind = "eval"
-    assert engine.step() == []
-    started = list(runner._steps)
-    execute = runner.execute
-    monkeypatch.setattr(runner, "execute", lambda plan: started.append(execute(plan)) or started[-1])
-    # Builds a step with a token of the first request and the prompt of the second. Then the first step fails.
-    assert engine.step() == [] and engine.metrics.num_failed_steps == 1
-    assert len(started) == 2
-    assert started[0].is_dispatched and not started[1].is_dispatched
-    with pytest.raises(RuntimeError, match="in the order"):
-        started[1].result()
-    assert remaining_tokens(engine) == expected
-    assert engine.metrics.num_retried_requests == 1, "the second request was in a void step only"
-
-
-def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step behind has read invalid data and written results to the cache, so the cache is reallocated."""
-    sizes = {"vocab_size": VOCAB_SIZE, "budget": 5, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
-    model = PagedModel(tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE))
-    engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True)
-    runner: Any = engine.runner
-    prompts = {"fails": [5, 7, 9, 3, 4], "void": [11] * 3}
-    expected = dict(zip(prompts, run(engine, list(prompts.values()), GREEDY), strict=True))
-    for request_id, prompt in prompts.items():
-        engine.add_request(request_id, engine.prepare(prompt, GREEDY))
-    assert engine.step() == []
-    started = list(runner._steps)
-    execute, wait = runner.execute, PendingStep.wait
-
-    def fails(step: PendingStep) -> None:
-        wait(step)
-        if step is started[0]:
-            raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr(PendingStep, "wait", fails)
-    monkeypatch.setattr(runner, "execute", lambda plan: started.append(execute(plan)) or started[-1])
-    allocations = []
-    allocate = runner.pool.allocate
-    monkeypatch.setattr(runner.pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
-    assert engine.step() == [] and engine.metrics.num_failed_steps == 1
-    assert len(started) == 2 and started[1].is_dispatched and started[0].has_queued_successor
-    assert len(allocations) == 1
-    with pytest.raises(RuntimeError, match="in the order"):
-        started[1].result()
-    assert remaining_tokens(engine) == expected
-    assert engine.metrics.num_retried_requests == 1
-
-
-@on_device
-@pytest.mark.parametrize(
-    ("at_call", "replay"),
-    sweep(
-        [*product(range(12), [False]), *product(range(8, 12), [True])],
-        [*product((0, 1, 2, 3, 8, 11), [False]), (8, True), (11, True)],
-    ),
-)
-def test_a_dispatch_that_raises(at_call: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dispatching fails for the first or second part of a step, with or without another step in flight."""
-    model = PagedModel(tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE))
-    sizes = {"vocab_size": VOCAB_SIZE, "budget": 16, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
-    engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True, replay=replay)
-    expected = run(engine, PROMPTS, GREEDY)
-    calls = iter(range(1000))
-    async_eval = mx.async_eval
-
-    def raises_once(*arrays: Any) -> None:
-        if next(calls) == at_call:
-            raise RuntimeError("refused by the device")
-        async_eval(*arrays)
-
-    monkeypatch.setattr(mx, "async_eval", raises_once)
-    assert run_with_fault(engine, Fault(), "", -1) == expected
-    assert engine.metrics.num_failed_steps == 1
     assert run(engine, PROMPTS, GREEDY) == expected
 
 

@@ -26,7 +26,8 @@ from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
-from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from metal_engine.sampling_params import SamplingParams
+from tests.support.mixed_requests import LONG, MIXED
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import byte_ids
 
@@ -49,35 +50,13 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
 MAX_LIVE = 8
 
 
-def asked() -> list[tuple[list[int], SamplingParams | PoolingParams]]:
-    """Return prompts of one and several chunks, with and without common prefixes, and with various parameters."""
-
-    def params(**fields: Any) -> SamplingParams:
-        return SamplingParams(**{"max_tokens": 12, "temperature": 0.8, "ignore_eos": True, "seed": 7, **fields})
-
-    digits = StructuredOutputsParams(regex="[0-9]{5}")
-    long = byte_ids("a prompt of some length, of several chunks, and of blocks that others have")
-    return [
-        (long, params()),
-        (long[:50] + byte_ids("another end"), params(temperature=0.0, logprobs=2)),
-        (byte_ids("b"), params(repetition_penalty=1.3, presence_penalty=0.5)),
-        (byte_ids("some digits"), params(structured_outputs=digits, ignore_eos=False)),
-        (byte_ids("to be stopped"), params(stop=("a", "e", "i", "o", "u"), max_tokens=20)),
-        (byte_ids("to be stopped by a token"), params(stop_token_ids=list(range(40, 90)), min_tokens=3)),
-        (byte_ids("of known probability "), params(prompt_logprobs=1, max_tokens=3)),
-        (byte_ids("one"), params(max_tokens=1)),
-        (byte_ids("a longer answer"), params(max_tokens=30)),
-        (long, PoolingParams(pooling_type="MEAN")),
-        (byte_ids("to be pooled"), PoolingParams(pooling_type="LAST")),
-    ]
-
-
-def model_of(architecture: str | None) -> dict[str, Any]:
-    """Return the model arguments of :func:`tiny_engine`.
-
-    The number of state slots is a server's for twelve requests.
-    """
-    return {} if architecture is None else {"architecture": architecture, "num_state_slots": 36}
+MODELS: dict[str, dict[str, Any]] = {"attention": {}, "recurrent": {"architecture": "qwen3_5", "num_state_slots": 36}}
+# Some prompts share a prefix, and some take several chunks. The same seed gives the same output.
+ASKED: list[tuple[list[int], SamplingParams | PoolingParams]] = [
+    *((prompt, params) for prompt, params in MIXED if params.seed is not None),
+    (LONG, PoolingParams(pooling_type="MEAN")),
+    (byte_ids("to be pooled"), PoolingParams(pooling_type="LAST")),
+]
 
 
 @dataclass
@@ -109,11 +88,11 @@ class Answer:
 
 
 @functools.cache
-def prepared_and_alone(architecture: str | None) -> list[tuple[PreparedRequest, Answer]]:
+def prepared_and_alone(model: str) -> list[tuple[PreparedRequest, Answer]]:
     """Return each request, with its result when it runs alone, one step at a time."""
-    engine = tiny_engine(**model_of(architecture))
+    engine = tiny_engine(**MODELS[model])
     found = []
-    for prompt, params in asked():
+    for prompt, params in ASKED:
         is_pooling = isinstance(params, PoolingParams)
         prepared = engine.prepare_pooling([prompt], params)[0] if is_pooling else engine.prepare(prompt, params)
         engine.add_request("alone", prepared)
@@ -129,22 +108,22 @@ def prepared_and_alone(architecture: str | None) -> list[tuple[PreparedRequest, 
 class FailureMachine(RuleBasedStateMachine):
     """State machine with faults. A fault is armed for the next call, or a later call, of its function."""
 
-    architecture: str | None = None
+    model = "attention"
 
     @initialize(
         num_blocks=st.sampled_from([24, 128]),
         max_num_seqs=st.sampled_from([2, 4, 12]),
         budget=st.sampled_from([12, 64]),
-        first=st.lists(st.integers(0, len(asked()) - 1), min_size=3, max_size=MAX_LIVE),
+        first=st.lists(st.integers(0, len(ASKED) - 1), min_size=3, max_size=MAX_LIVE),
         replay=st.booleans(),
     )
     def start_engine(self, num_blocks: int, max_num_seqs: int, budget: int, first: list[int], *, replay: bool) -> None:
-        self.known = prepared_and_alone(self.architecture)
+        self.known = prepared_and_alone(self.model)
         self.patch = pytest.MonkeyPatch()
         self.faults: dict[str, int] = {}  # function name -> number of successful calls before the failure
         self.num_raised = 0
         self.engine = tiny_engine(
-            **model_of(self.architecture),
+            **MODELS[self.model],
             behind=True,
             replay=replay,
             num_blocks=num_blocks,
@@ -222,7 +201,7 @@ class FailureMachine(RuleBasedStateMachine):
             self.engine.add_request(request_id, self.known[i][0])
 
     @precondition(lambda self: len(self.live) < MAX_LIVE)
-    @rule(which=st.lists(st.integers(0, len(asked()) - 1), min_size=1, max_size=4))
+    @rule(which=st.lists(st.integers(0, len(ASKED) - 1), min_size=1, max_size=4))
     def arrive(self, which: list[int]) -> None:
         self._add(which)
 
@@ -246,7 +225,7 @@ class FailureMachine(RuleBasedStateMachine):
         where=st.sampled_from(sorted(POINTS)),
         num_before=st.integers(0, 2),
         num_steps=st.integers(0, 5),
-        which=st.lists(st.integers(0, len(asked()) - 1), min_size=2, max_size=4),
+        which=st.lists(st.integers(0, len(ASKED) - 1), min_size=2, max_size=4),
     )
     def fail(self, where: str, num_before: int, num_steps: int, which: list[int]) -> None:
         """Make sure that there are requests, then arm a fault and run steps."""
@@ -287,7 +266,7 @@ class FailureMachine(RuleBasedStateMachine):
 class RecurrentFailureMachine(FailureMachine):
     """Runs with recurrent layers, whose state a step that is built twice would update twice."""
 
-    architecture = "qwen3_5"
+    model = "recurrent"
 
 
 # The health checks compare generation time with execution time. Here, execution takes most of the time.

@@ -130,13 +130,6 @@ def assert_golden(workload: Workload, prompts: list[list[int]], reference_model:
     return check
 
 
-def test_alone(
-    make_engine: MakeEngine, workload: Workload, prompts: list[list[int]], assert_golden: AssertGolden
-) -> None:
-    some = prompts[::3] if workload is SOME else prompts
-    assert_golden(run(make_engine(), some, workload.greedy, at_once=1), some)
-
-
 def test_chunked_and_replayed_one_ahead(
     make_engine: MakeEngine, workload: Workload, prompts: list[list[int]], assert_golden: AssertGolden
 ) -> None:

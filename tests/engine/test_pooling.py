@@ -81,29 +81,6 @@ def test_packed_with_chats_whose_answers_do_not_change(reference: nn.Module, ahe
     assert found[1::2] == [*alone, *alone, alone[0]]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_preempted_and_resumed(reference: nn.Module, ahead: bool) -> None:
-    # Chats grow until prompts that are computed in chunks are preempted.
-    long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    chats = [(prompt(8, i), long) for i in range(3)]
-    pooled = [(prompt(64, 70 + i), PoolingParams(pooling_type=t)) for i, t in enumerate(TYPES)]
-    engine = tiny_engine(ahead=ahead, num_blocks=28, max_num_batched_tokens=6, max_num_seqs=6)
-    preempted = set()
-    preempt = engine.scheduler._preempt
-
-    def spy(request: Any) -> None:
-        if request.num_computed_tokens:
-            preempted.add(request.pooling_params and request.pooling_params.pooling_type)
-        preempt(request)
-
-    engine.scheduler._preempt = spy  # type: ignore[method-assign]
-    found = run_pooling(engine, [*chats, *pooled])
-    assert preempted & set(TYPES), "no pooling request was preempted"
-    for (tokens, params), vector in zip(pooled, found[3:], strict=True):
-        assert_close(vector, expected(reference, tokens, params.pooling_type or ""))
-    assert found[:3] == run_pooling(tiny_engine(), chats)
-
-
 def test_every_type_is_right_when_preempted_in_the_middle(reference: nn.Module) -> None:
     for ahead in (False, True):
         engine = tiny_engine(ahead=ahead, max_num_batched_tokens=8, max_num_seqs=3)
@@ -178,40 +155,6 @@ def test_pooled_rows_do_not_go_through_the_head(reference: nn.Module) -> None:
         assert sum(trunk_and_head) == GREEDY.max_tokens
     finally:
         embedding.as_linear = as_linear
-
-
-def test_a_failed_step_leaves_no_half_sums(reference: nn.Module) -> None:
-    for ahead in (False, True):
-        engine = tiny_engine(ahead=ahead, max_num_batched_tokens=10, max_num_seqs=4)
-        tokens = prompt(35)
-        engine.add_request("again", engine.prepare_pooling([tokens], PoolingParams(pooling_type="MEAN"))[0])
-        build = engine.runner._build  # type: ignore[attr-defined]
-        outputs = engine.step() + engine.step()
-
-        def failing(plan: Any) -> Any:
-            raise RuntimeError("as asked")
-
-        engine.runner._build = failing  # type: ignore[attr-defined]
-        outputs += engine.step()
-        engine.runner._build = build  # type: ignore[attr-defined]
-        assert not outputs and engine.metrics.num_failed_steps == 1
-        while engine.has_requests:
-            outputs += engine.step()
-        assert_close(outputs[0].pooled, expected(reference, tokens, "MEAN"))
-
-
-def test_aborted_at_any_time() -> None:
-    for ahead in (False, True):
-        for num_steps in range(5):
-            engine = tiny_engine(ahead=ahead, max_num_batched_tokens=8, max_num_seqs=3)
-            engine.add_request("a", engine.prepare_pooling([prompt(20)], PoolingParams(pooling_type="MEAN"))[0])
-            for _ in range(num_steps):
-                engine.step()
-            engine.abort_request("a")
-            while engine.has_requests:
-                assert not engine.step()
-            assert engine.scheduler.blocks.num_used_blocks == 0
-            engine.scheduler.check_integrity()
 
 
 def test_a_prompt_may_fill_the_context_and_no_more() -> None:

@@ -23,7 +23,6 @@ from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.models.lora_targets import adapter_targets
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.support import adapters
 from tests.support.demo import engine_for
 from tests.support.rounded_cache import own_caches
@@ -126,11 +125,6 @@ def test_answers_in_any_company(name: str, way: str) -> None:
     assert engine.scheduler.blocks.num_used_blocks == 0
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in MODELS[1:])])
-def test_answers_alone(name: str) -> None:
-    assert_equal(name, [run(make_engine(name, caching=False), [prompt], GREEDY)[0] for prompt in PROMPTS])
-
-
 @pytest.mark.parametrize("way", ["together", "chunks of any size", "one ahead, preempted"])
 def test_four_bits(way: str) -> None:
     assert_equal("llama", run(make_engine("llama", "int4", **WAYS[way]), PROMPTS, GREEDY), "int4")
@@ -147,14 +141,6 @@ def test_speculation(name: str) -> None:
     propose_from(engine, known)
     assert_equal(name, run(engine, PROMPTS, GREEDY))
     assert known.num_right and known.num_wrong
-
-
-def test_ngram_drafts() -> None:
-    settings = speculative_config(3, longest=2, shortest=1)
-    engine = make_engine("llama", speculative=settings)
-    propose_from(engine, NgramProposer(settings))
-    assert_equal("llama", run(engine, PROMPTS, GREEDY))
-    assert 0 < sum(engine.metrics.num_accepted_tokens) < engine.metrics.num_draft_tokens
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])

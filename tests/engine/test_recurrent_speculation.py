@@ -11,13 +11,11 @@ from metal_engine.request import RequestOutput
 from metal_engine.runner.batch import RequestTable
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.recurrent_checkpoints import DRAFTS_INTERVAL, RequestStates
-from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.engine.test_recurrent import ARCHITECTURES, GREEDY, PROMPTS, hybrid_engine, own_answer, own_answers, prompts
 from tests.runner.test_speculation import EVERYTHING, check_same
 from tests.support.speculation import KnownOutputs, propose_from, speculative_config
 from tests.support.sweeps import diagonal
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
-from tools.fixtures.fake_engine import byte_ids
 from tools.fixtures.recurrent_architectures import RECURRENT
 from tools.fixtures.stepped_engine import SteppedEngine
 
@@ -79,13 +77,6 @@ def test_verifications_are_replayed_as_long_as_they_are(architecture: str) -> No
     assert engine.metrics.num_decode_forwards["replayed"] > 2
 
 
-def test_without_a_slot_to_spare_there_are_no_drafts() -> None:
-    answers = own_answers("qwen3_5")
-    engine = speculating("qwen3_5", answers, num_state_slots=6, max_num_seqs=6)
-    assert answer_all(engine) == answers
-    assert engine.metrics.num_drafts == 0
-
-
 def test_right_drafts_cost_no_step_more() -> None:
     """Accepted drafts are not computed again. After a rejection, the recomputation is part of the next step."""
     prompt, params = PROMPTS[0], replace(GREEDY, max_tokens=24)
@@ -114,18 +105,6 @@ def test_outputs_are_those_without(without: list[list[RequestOutput]], config: d
     propose_from(engine, KnownOutputs(known, rightness=0.8))
     check_same(run_all(engine, EVERYTHING), without)
     assert sum(engine.metrics.num_accepted_tokens)
-
-
-def test_ngrams_as_many_as_pay() -> None:
-    """The number of drafts depends on the current step times of this machine."""
-    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, allowed_token_ids=(97, 98, 99))
-    requests = [(byte_ids("in the end"), params)]
-    plain = run_all(tiny_engine(architecture="qwen3_5", num_state_slots=160), requests)
-    engine = tiny_engine(architecture="qwen3_5", num_state_slots=160, speculative=speculative_config(4))
-    assert [token_ids(o) for o in run_all(engine, requests)] == [token_ids(o) for o in plain]
-    propose_from(engine, NgramProposer(speculative_config(4)))
-    assert [token_ids(o) for o in run_all(engine, requests)] == [token_ids(o) for o in plain]
-    assert sum(engine.metrics.num_accepted_tokens) > 40
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])

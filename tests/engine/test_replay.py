@@ -22,15 +22,14 @@ from metal_engine.runner import replay
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.replay import DecodeReplay, padded
 from metal_engine.sampling_params import SamplingParams
-from tests.engine.test_behind import SIZES, allow_queued_dispatch, alone, asked, same
 from tests.engine.test_failed_steps import Fault, run_with_fault
 from tests.engine.test_quantized_kv import model_of
 from tests.support import adapters
 from tests.support.demo import engine_for
-from tests.support.running import run
+from tests.support.running import add_all, drain, run
 from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
 from tests.support.sweeps import diagonal
-from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference
+from tests.support.tiny_engine import tiny_reference, token_ids
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import tiny_model
@@ -94,53 +93,6 @@ def test_equal_outputs_with_padded_rows(name: str, kv_cache_dtype: str) -> None:
     expected = run(tiny(model_of(name), replay=False, **sizes), eleven, each)
     engine = tiny(model_of(name), ahead=True, behind=True, **sizes)
     assert run(engine, eleven, each) == expected
-    assert engine.metrics.num_decode_forwards["replayed"] > 5
-
-
-def test_what_samplers_ask_for() -> None:
-    """Covers all that follows the forward pass: penalties, biases, stops, seeds, log probabilities."""
-    asked = [
-        SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.5, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=5, max_tokens=9, presence_penalty=0.5, ignore_eos=True),
-        SamplingParams(temperature=0.0, max_tokens=14, logprobs=3, ignore_eos=True),
-        SamplingParams(temperature=0.0, max_tokens=10, prompt_logprobs=2, logit_bias={7: 4.0}, ignore_eos=True),
-        SamplingParams(temperature=1.2, seed=2, top_k=5, max_tokens=30, stop_token_ids=tuple(range(0, VOCAB_SIZE, 9))),
-    ]
-    prompts = PROMPTS[: len(asked)]
-    expected = run(tiny(model_of("llama"), replay=False), prompts, asked)
-    engine = tiny(model_of("llama"), ahead=True)
-    assert run(engine, prompts, asked) == expected
-    assert engine.metrics.num_decode_forwards["replayed"] > 5
-
-
-@pytest.mark.parametrize("sizes", [pytest.param("roomy", marks=pytest.mark.full), "chunks", "preempted"])
-def test_every_control_behind_other_steps(sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Covers all controls, including grammars with masks from the host.
-
-    Replayed steps follow replayed, built, or no steps.
-    """
-    engine = tiny_engine(behind=True, replay=True, **SIZES[sizes])
-    seen = allow_queued_dispatch(engine, monkeypatch)
-    for ours, theirs in zip(run_all(engine, asked()), alone(), strict=True):
-        same(ours, theirs)
-    assert sum(seen) > 5 and num_replayed(engine) > 5
-    assert (engine.stats.num_preemptions > 0) == (sizes == "preempted")
-    assert engine.stats.num_used_blocks == 0
-
-
-def test_aborts_leave_others_as_they_are() -> None:
-    expected = run(tiny(model_of("llama"), replay=False), PROMPTS, EACH)
-    engine = tiny(model_of("llama"), ahead=True)
-    outputs: dict[str, list[int]] = {}
-    for i, (prompt, params) in enumerate(zip(PROMPTS, EACH, strict=True)):
-        engine.add_request(str(i), engine.prepare(prompt, params))
-    while engine.has_requests:
-        if engine.num_steps == 6:
-            engine.abort_request("5")
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).extend(output.token_ids)
-        engine.scheduler.check_integrity()
-    assert [outputs[str(i)] for i in range(5)] == expected[:5]
     assert engine.metrics.num_decode_forwards["replayed"] > 5
 
 
@@ -268,13 +220,11 @@ def test_after_another_failure_traces_are_made_anew(dispatch: dict[str, bool], m
             raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(PendingStep, "wait", fails_once)
-    for i, (prompt, params) in enumerate(zip(PROMPTS, EACH, strict=True)):
-        engine.add_request(str(i), engine.prepare(prompt, params))
+    add_all(engine, zip(PROMPTS, EACH, strict=True))
     while not engine.metrics.num_failed_steps:
         engine.step()
     assert kept.num_traces == 0 and kept.refusal is None
-    while engine.has_requests:
-        engine.step()
+    drain(engine)
     assert run(engine, PROMPTS, EACH) == expected
     assert engine.metrics.replay_refusal is None and kept.num_traces > 2
 
@@ -304,10 +254,8 @@ def test_a_trace_is_not_blamed_for_the_step_before(
             raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(PendingStep, "wait", fails_once)
-    for i, (prompt, params) in enumerate(zip(PROMPTS, EACH, strict=True)):
-        engine.add_request(str(i), engine.prepare(prompt, params))
-    while engine.has_requests:
-        engine.step()
+    add_all(engine, zip(PROMPTS, EACH, strict=True))
+    drain(engine)
     assert is_dispatched == [behind] and engine.metrics.num_failed_steps == 1
     is_blamed = behind and outcome == "replayed"
     assert (kept.refusal is not None) == is_blamed
@@ -327,17 +275,14 @@ def test_a_step_that_cannot_be_built_either_does_not_speak_against_tracing(monke
 
     monkeypatch.setattr(mlp, "__call__", breaking)
     engine = tiny(model)
-    for i, (prompt, params) in enumerate(zip(PROMPTS, EACH, strict=True)):
-        engine.add_request(str(i), engine.prepare(prompt, params))
+    add_all(engine, zip(PROMPTS, EACH, strict=True))
     while not engine.metrics.num_decode_forwards:
         engine.step()
     replay_of(engine).drop_traces()
     is_broken = True
     assert not engine.step() and engine.metrics.num_failed_steps == 1
     is_broken = False
-    while engine.has_requests:
-        engine.step()
-    assert engine.stats.num_used_blocks == 0
+    drain(engine)
     expected = run(tiny(model, replay=False), PROMPTS, EACH)
     assert run(engine, PROMPTS, EACH) == expected
     assert engine.metrics.replay_refusal is None and engine.metrics.num_decode_forwards["replayed"] > 10
@@ -413,10 +358,7 @@ def test_steps_with_adapters_are_built(tmp_path: Path) -> None:
             adapter = engine.adapters.find(name) if engine.adapters is not None and name else None
             (prepared,) = engine.prepare_all([[5, 6, 7]], greedy, adapter=adapter)
             engine.add_request("r", prepared)
-            tokens: list[int] = []
-            while engine.has_requests:
-                tokens += [token for output in engine.step() for token in output.token_ids]
-            answers[is_replayed].append(tokens)
+            answers[is_replayed].append(token_ids(drain(engine)["r"]))
     assert answers[True] == answers[False] and answers[True][0] != answers[True][1]
     assert engine.metrics.num_decode_forwards["adapters"] == 8 and engine.metrics.num_decode_forwards["replayed"] > 4
 
@@ -515,31 +457,6 @@ def test_nothing_is_left_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(threading.enumerate()) <= threads
     kept: list[DecodeReplay] = []
     assert memory_after_close(lambda traces: kept.append(traces), monkeypatch) > weight_bytes
-
-
-def test_a_failure_leaves_no_pool_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With async scheduling, the pool is reallocated after a failure. The old arrays must be freed."""
-    engine = tiny(tiny_model(vocab_size=VOCAB_SIZE), num_blocks=8192, ahead=True)
-    runner: Any = engine.runner
-    array_bytes = runner.pool.states[0].keys.nbytes
-    decode(engine, 8)
-    before = mx.get_active_memory()
-    wait = PendingStep.wait
-
-    def fails(step: PendingStep) -> None:
-        wait(step)
-        if step.decode_forward is not None and step.decode_forward.outcome == "replayed":
-            monkeypatch.setattr(PendingStep, "wait", wait)
-            raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr(PendingStep, "wait", fails)
-    engine.add_request("fails", engine.prepare(PROMPTS[0], EACH[0]))
-    while engine.has_requests:
-        engine.step()
-    assert engine.metrics.num_failed_steps == 1
-    decode(engine, 8)
-    gc.collect()
-    assert mx.get_active_memory() - before < array_bytes / 2
 
 
 def peak_of_decoding(engine: SteppedEngine) -> int:

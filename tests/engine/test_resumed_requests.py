@@ -9,7 +9,7 @@ import pytest
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, merge_outputs
-from tests.support.mixed_requests import MODELS, MODES, add_all, check_equal, undisturbed
+from tests.support.mixed_requests import MODELS, MODES, add_mixed, check_equal, undisturbed
 from tests.support.sweeps import sweep
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.stepped_engine import SteppedCore, SteppedEngine
@@ -75,7 +75,7 @@ def test_another_engine_continues(model: str, at_steps: tuple[int, int], mode: s
     recorder = RecordingCore(engine.core)
     client = engine.client
     client._engine = recorder
-    add_all(engine)
+    add_mixed(engine)
     found: dict[str, list[RequestOutput]] = {}
     num_generated = 0
     for at_step in (*at_steps, 1000):

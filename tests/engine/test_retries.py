@@ -15,7 +15,8 @@ from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import KVCacheLostError, RunnerLostError
-from tests.support.mixed_requests import MODELS, MODES, add_all, check_equal, run_to_end
+from tests.support.mixed_requests import MODELS, MODES, add_mixed, check_equal
+from tests.support.running import add_all, drain
 from tests.support.sweeps import sweep
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import FakeRunner, byte_ids, fake_config, generated, tiny_tokenizer
@@ -25,6 +26,7 @@ from tools.fixtures.stepped_engine import SteppedEngine
 
 INNOCENTS = [byte_ids(f"an innocent request, number {i}"[i:]) for i in range(8)]
 KILLER = byte_ids("kills the step")
+SHORT = SamplingParams(max_tokens=9)
 
 
 def fake(**config: Any) -> SteppedEngine:
@@ -32,17 +34,9 @@ def fake(**config: Any) -> SteppedEngine:
     return SteppedEngine(resolved, FakeRunner(resolved.cache.block_size), tiny_tokenizer())
 
 
-def drain(engine: SteppedEngine) -> dict[str, RequestOutput]:
+def merged(engine: SteppedEngine) -> dict[str, RequestOutput]:
     """Run all requests to their end. Return each request's merged output."""
-    outputs: dict[str, list[RequestOutput]] = {}
-    for _ in range(1000):
-        if not engine.has_requests:
-            break
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        engine.scheduler.check_integrity()
-    assert not engine.has_requests and not engine.request_ids and engine.stats.num_used_blocks == 0
-    return {request_id: merge_outputs(received) for request_id, received in outputs.items()}
+    return {request_id: merge_outputs(outputs) for request_id, outputs in drain(engine).items()}
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -59,9 +53,8 @@ def test_a_request_that_kills_is_given_up_alone(
         error("killed") if tokens[: len(KILLER)] == KILLER and len(tokens) == len(KILLER) + num_tokens else None
     )
     prompts = [*INNOCENTS[:place], KILLER, *INNOCENTS[place:]]
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), engine.prepare(prompt, SamplingParams(max_tokens=9)))
-    outputs = drain(engine)
+    add_all(engine, [(prompt, SHORT) for prompt in prompts])
+    outputs = merged(engine)
     for i, prompt in enumerate(prompts):
         if prompt is KILLER:
             assert (outputs[str(i)].error or "").endswith(f"failed: {error.__name__}: killed")
@@ -75,16 +68,15 @@ def test_a_request_that_kills_is_given_up_alone(
 def test_a_device_that_is_gone_fails_everything() -> None:
     engine = fake()
     engine.runner.error_for = lambda tokens: RuntimeError("gone")
-    for i, prompt in enumerate(INNOCENTS):
-        engine.add_request(str(i), engine.prepare(prompt[:5], SamplingParams(max_tokens=9)))
+    add_all(engine, [(prompt[:5], SHORT) for prompt in INNOCENTS])
     (pooled,) = engine.prepare_pooling([byte_ids("pooled")], PoolingParams(pooling_type="LAST"))
     engine.add_request("8", pooled)
-    outputs = drain(engine)
+    outputs = merged(engine)
     assert [outputs[str(i)].finish_reason for i in range(9)] == ["error"] * 9
     assert engine.metrics.num_failed_steps == 2 + 9, "two steps of all requests, then each request alone"
     engine.runner.error_for = None
-    engine.add_request("after", engine.prepare(KILLER, SamplingParams(max_tokens=9)))
-    assert drain(engine)["after"].token_ids == generated(KILLER, 9)
+    engine.add_request("after", engine.prepare(KILLER, SHORT))
+    assert merged(engine)["after"].token_ids == generated(KILLER, 9)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -92,8 +84,7 @@ def test_a_device_that_is_gone_fails_everything() -> None:
 def test_a_replaceable_engine_ends_before_a_request_fails(error: type[Exception], ahead: bool) -> None:
     engine = fake(async_scheduling=ahead)
     engine.core.is_replaceable = True
-    for i, prompt in enumerate(INNOCENTS):
-        engine.add_request(str(i), engine.prepare(prompt[:5], SamplingParams(max_tokens=90)))
+    add_all(engine, [(prompt[:5], SamplingParams(max_tokens=90)) for prompt in INNOCENTS])
     for _ in range(2):  # a step between failed steps shows that the device works
         for _ in range(2):
             engine.runner.raise_next = error("gone")
@@ -112,9 +103,8 @@ def test_only_errors_of_the_device_end_a_replaceable_engine() -> None:
     engine = fake()
     engine.core.is_replaceable = True
     engine.runner.error_for = lambda tokens: ValueError("a bug") if tokens[: len(KILLER)] == KILLER else None
-    for i, prompt in enumerate([KILLER, KILLER]):
-        engine.add_request(str(i), engine.prepare(prompt, SamplingParams(max_tokens=9)))
-    assert [output.finish_reason for output in drain(engine).values()] == ["error", "error"]
+    add_all(engine, [(KILLER, SHORT)] * 2)
+    assert [output.finish_reason for output in merged(engine).values()] == ["error", "error"]
 
 
 def test_a_token_clears_a_request_of_suspicion() -> None:
@@ -127,24 +117,23 @@ def test_a_token_clears_a_request_of_suspicion() -> None:
         return RuntimeError("transient") if failures[len(tokens)] <= 2 else None
 
     engine.runner.error_for = error_for
-    engine.add_request("a", engine.prepare(byte_ids("prompt"), SamplingParams(max_tokens=9)))
-    assert drain(engine)["a"].token_ids == generated(byte_ids("prompt"), 9)
+    engine.add_request("a", engine.prepare(byte_ids("prompt"), SHORT))
+    assert merged(engine)["a"].token_ids == generated(byte_ids("prompt"), 9)
     assert engine.metrics.num_failed_steps == engine.metrics.num_retried_requests == 18
 
 
 def test_a_suspect_that_leaves_makes_room_for_the_next() -> None:
     engine = fake()
     engine.runner.error_for = lambda tokens: RuntimeError("failed")
-    for i, prompt in enumerate(INNOCENTS[:3]):
-        engine.add_request(str(i), engine.prepare(prompt, SamplingParams(max_tokens=9)))
+    add_all(engine, [(prompt, SHORT) for prompt in INNOCENTS[:3]])
     assert engine.step() == engine.step() == []
     engine.runner.error_for = None
     engine.scheduler.config = replace(engine.scheduler.config, max_num_batched_tokens=4)
     engine.step()
     assert len(engine.scheduler.running) == 1
     engine.abort_request("0")
-    engine.add_request("new", engine.prepare(byte_ids("new"), SamplingParams(max_tokens=9)))
-    outputs = drain(engine)
+    engine.add_request("new", engine.prepare(byte_ids("new"), SHORT))
+    outputs = merged(engine)
     assert outputs.keys() == {"1", "2", "new"}
     assert all(outputs[str(i)].token_ids == generated(INNOCENTS[i], 9) for i in (1, 2))
 
@@ -154,16 +143,13 @@ def test_a_suspect_that_leaves_makes_room_for_the_next() -> None:
 
 @pytest.mark.parametrize(
     ("model", "mode", "seed"),
-    sweep(
-        product(MODELS, MODES, range(2)),
-        [
-            *product(["attention"], ["behind, replayed", "drafts"], [0]),
-            *product(["recurrent"], ["one ahead", "drafts ahead"], [0]),
-        ],
-    ),
+    sweep(product(MODELS, MODES, range(2)), [("attention", "drafts", 0), ("recurrent", "drafts ahead", 0)]),
 )
 def test_steps_that_fail_at_random(model: str, mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4% of steps fail, while they are built or on the device. No step with a suspect fails."""
+    """4% of steps fail, while they are built or on the device. No step with a suspect fails.
+
+    Steps without drafts are tested in tests/engine/test_failures_stateful.py.
+    """
     engine = tiny_engine(**MODELS[model], **MODES[mode], max_num_batched_tokens=24, num_blocks=64)
     rng = random.Random(seed)
 
@@ -182,7 +168,7 @@ def test_steps_that_fail_at_random(model: str, mode: str, seed: int, monkeypatch
         monkeypatch.setattr(owner, name, call)
     for _ in range(3):
         engine.client._seeds.seed(engine.config.seed)
-        add_all(engine)
-        check_equal(run_to_end(engine, engine.step), model)
-    assert engine.metrics.num_failed_steps and engine.stats.num_used_blocks == 0 and not engine.runner._steps  # type: ignore[attr-defined]
+        add_mixed(engine)
+        check_equal(drain(engine), model)
+    assert engine.metrics.num_failed_steps and not engine.runner._steps  # type: ignore[attr-defined]
     assert engine.metrics.num_finished["error"] == 0

@@ -10,8 +10,6 @@ import pytest
 
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
-from metal_engine.text.tokenizer import Tokenizer
-from tests.support.demo import MakeEngine
 from tests.support.running import run
 from tests.support.tiny_engine import tiny_engine, tiny_reference
 from tools.compare.equal_outputs import compare_outputs
@@ -88,31 +86,3 @@ def test_equal_outputs(knobs: dict[str, Any]) -> None:
     model = tiny_reference()
     for prompt, plain, other in zip(PROMPTS, plain_outputs(), outputs, strict=True):
         assert compare_outputs(model, prompt, plain, other).equal
-
-
-def test_the_second_turn_of_a_chat_computes_only_what_is_new(
-    make_engine: MakeEngine, demo_tokenizer: Tokenizer
-) -> None:
-    engine = with_knobs(make_engine(), caching=True)
-    messages = [{"role": "user", "content": "Name three rivers, with a sentence about each of them."}]
-
-    def turn(request_id: str, max_tokens: int = 1, cache_salt: str = "") -> tuple[list[int], list[int], int]:
-        prompt = demo_tokenizer.apply_chat_template(messages)
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        engine.add_request(request_id, engine.prepare(prompt, params, cache_salt))
-        outputs = []
-        while engine.has_requests:
-            outputs += engine.step()
-        return prompt, [t for o in outputs for t in o.token_ids], outputs[-1].num_cached_tokens
-
-    prompt, answer, cached = turn("first", max_tokens=24)
-    assert cached == 0
-    text = demo_tokenizer.decode(answer, skip_special_tokens=True)
-    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Which is the longest?"}]
-    second_prompt, _, cached = turn("second")
-    # Whole blocks of the earlier tokens. The output's text may tokenize differently at its end.
-    seen = prompt + answer[:-1]
-    common = next((i for i, (a, b) in enumerate(zip(seen, second_prompt, strict=False)) if a != b), len(seen))
-    assert cached == common // 16 * 16
-    assert cached > len(prompt) // 16 * 16, "a part of the output is cached, too"
-    assert turn("other tenant", cache_salt="other")[2] == 0

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
-from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.text.tokenizer import Tokenizer
-from tests.engine.test_failed_steps import GREEDY, PROMPTS, VOCAB_SIZE, Fault, run_with_fault
 from tests.support.demo import engine_for
 from tests.support.running import run
-from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
+from tests.support.speculation import KnownOutputs, propose_from, speculative_config
 from tests.support.sweeps import sweep
-from tests.support.tiny_engine import run_all, tiny_engine, token_ids, with_vocabulary
+from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.compare.equal_outputs import compare_outputs
-from tools.fixtures.architectures import configuration
-from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
+from tools.fixtures.fake_engine import byte_ids
 from tools.fixtures.stepped_engine import SteppedEngine
-from tools.fixtures.tiny_models import random_model, tiny_model
 
 TASKS = [
     "Repeat this: the quick brown fox jumps over the lazy dog. The quick brown fox",
@@ -64,45 +58,6 @@ def test_greedy_outputs_are_mlx_lms(
         assert compare_outputs(reference_model, prompt, golden, output).equal
     metrics = engine.metrics
     assert 0 < sum(metrics.num_accepted_tokens) < metrics.num_draft_tokens
-
-
-@pytest.fixture(scope="module")
-def make_draft(demo_path: Path) -> Callable[..., PagedModel]:
-    """A synthetic draft model: a copy of the demo model without some of its layers."""
-
-    def make(*dropped: int) -> PagedModel:
-        model = load_gguf_model(demo_path, dtype=mx.float32, dequantize=True)[0]
-        model.model.layers = [layer for i, layer in enumerate(model.model.layers) if i not in dropped]
-        return PagedModel(model)
-
-    return make
-
-
-def drafting_demo(target: PagedModel, tokenizer: Tokenizer, draft: PagedModel, budget: int = 512) -> SteppedEngine:
-    sizes = {"vocab_size": 49152, "budget": budget, "block_size": 16, "num_blocks": 400, "max_num_seqs": 8}
-    engine = engine_for(target, tokenizer, **sizes, draft=draft)
-    draft_for_free(engine)
-    return engine
-
-
-@pytest.mark.parametrize(("budget", "num_tokens"), [(512, 8), (24, 40)])
-@pytest.mark.full
-def test_greedy_outputs_are_mlx_lms_with_a_draft_model(
-    paged_demo: PagedModel,
-    demo_tokenizer: Tokenizer,
-    reference_model: Any,
-    make_draft: Callable[..., PagedModel],
-    budget: int,
-    num_tokens: int,
-) -> None:
-    prompts = [demo_tokenizer.encode(text) for text in TASKS]
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    engine = drafting_demo(paged_demo, demo_tokenizer, make_draft(6, 14, 25), budget)
-    outputs = run(engine, prompts, params, at_once=4)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        golden = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=num_tokens)]
-        assert compare_outputs(reference_model, prompt, golden, output).equal
-    assert 0 < sum(engine.metrics.num_accepted_tokens) < engine.metrics.num_draft_tokens
 
 
 def known_to(requests: list[tuple[list[int], SamplingParams]], outputs: list[list[int]]) -> KnownOutputs:
@@ -172,32 +127,3 @@ def test_next_turns_find_what_was_accepted() -> None:
     assert [token_ids(outputs) for outputs in ours] == [token_ids(outputs) for outputs in plain]
     cached = [[outputs[0].num_cached_tokens for outputs in of] for of in (ours, plain)]
     assert cached[0] == cached[1] and min(cached[0]) >= 40
-
-
-@pytest.mark.parametrize(
-    ("is_hybrid", "ahead", "kind", "at_step"),
-    [
-        (False, False, "build", 5),
-        (True, False, "build", 2),
-        (True, True, "build", 5),
-        pytest.param(False, True, "eval", 5, marks=[pytest.mark.own_process, pytest.mark.full]),
-        pytest.param(True, False, "eval", 5, marks=[pytest.mark.own_process, pytest.mark.full]),
-    ],
-)
-def test_the_engine_goes_on_after_a_step_that_fails(
-    is_hybrid: bool, ahead: bool, kind: str, at_step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
-    if is_hybrid:
-        model = random_model(with_vocabulary(configuration("qwen3_next"), VOCAB_SIZE))
-    fault = Fault()
-    fault.install(model, monkeypatch)
-    sizes = {"vocab_size": VOCAB_SIZE, "budget": 16, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
-    paged = PagedModel(model)
-    expected = run(engine_for(paged, tiny_tokenizer(), **sizes), PROMPTS, GREEDY)
-    engine = engine_for(paged, tiny_tokenizer(), **sizes, speculative=speculative_config(3), ahead=ahead)
-    known = KnownOutputs({tuple(prompt): expected[i] for i, prompt in enumerate(PROMPTS)})
-    propose_from(engine, known)
-    assert run_with_fault(engine, fault, kind, at_step) == expected
-    assert known.num_right and engine.metrics.num_failed_steps == 1
-    assert run(engine, PROMPTS, GREEDY) == expected

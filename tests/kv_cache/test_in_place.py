@@ -41,7 +41,7 @@ from tests.support.sweeps import sweep
 from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import random_model, tiny_model
 
-NUM_STEPS = 64
+NUM_STEPS = 32
 
 
 # One array for latents and positions, with 2 * 16 numbers per token, like K or V of the other models.
@@ -254,19 +254,6 @@ def test_a_step_is_dispatched_when_the_one_before_has_ended() -> None:
     runner.execute(scheduler.schedule())
     with pytest.raises(RuntimeError, match="without async scheduling"):
         runner.execute(scheduler.schedule())
-
-
-def test_the_measurement_sees_a_copy() -> None:
-    """The same measurement for a write that cannot be in place, because the old array is still referenced."""
-    cache = mx.zeros((32768, 2, 16))
-    mx.eval(cache)
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    kept = cache
-    cache = mx.array(cache)
-    cache[mx.array([5])] = 1.0
-    mx.eval(cache)
-    assert mx.get_peak_memory() - before >= kept.nbytes / 2
 
 
 def _aligned_runner(

@@ -22,15 +22,12 @@ import pytest
 from metal_engine.kv_transfer import runner_side
 from metal_engine.kv_transfer.fingerprint import kv_fingerprint
 from metal_engine.kv_transfer.layout import KVPart
-from metal_engine.kv_transfer.stores import disk
 from metal_engine.kv_transfer.stores.base import StoreError
 from metal_engine.kv_transfer.stores.disk import DiskStore
-from metal_engine.kv_transfer.stores.store_folder import MARKER
 from metal_engine.kv_transfer.stores.valkey import ValkeyStore
-from metal_engine.request import RequestOptions
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.text.tokenizer import Tokenizer
-from tests.support.kv_engines import KVEngine, MakeEngine, hand_over, kv_engine
+from tests.support.kv_engines import KVEngine, MakeEngine, kv_engine
 from tests.support.sweeps import sweep
 from tests.support.valkey_server import ValkeyServer
 from tools.compare.equal_outputs import compare_outputs
@@ -95,23 +92,6 @@ DISPATCH = pytest.mark.parametrize(
 # --- equal outputs ------------------------------------------------------------------------------------------
 
 
-@DISPATCH
-def test_cold_then_after_a_restart(make: MakeEngine, check: Check, dispatch: dict[str, bool]) -> None:
-    first = make(**dispatch)
-    check(first.run(PROMPTS))
-    assert first.stats.blocks_loaded == 0 and first.stats.blocks_saved > 0
-    second = make(**dispatch)
-    check(second.run(PROMPTS))
-    stats = second.stats
-    num_tokens = sum(map(len, PROMPTS))
-    # A prefix that two prompts share is loaded for both, or found in the cache by the second prompt.
-    computed = sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
-    assert stats.prompt_tokens_computed == computed
-    assert stats.prompt_tokens_local + stats.prompt_tokens_store == num_tokens - computed
-    assert stats.blocks_loaded * BLOCK_SIZE == stats.prompt_tokens_store > 0
-    check_replayed(second, dispatch)
-
-
 def test_another_process_finds_it(make: MakeEngine, check: Check, tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from tests.kv_transfer.test_engines import PROMPTS; "
@@ -127,63 +107,6 @@ def test_another_process_finds_it(make: MakeEngine, check: Check, tmp_path: Path
     assert engine.stats.blocks_saved == 0, "what is generated was stored by the other, too"
 
 
-@pytest.mark.parametrize("seed", sweep(range(4), lambda seed: seed == 0))
-def test_a_store_with_holes(make: MakeEngine, check: Check, tmp_path: Path, seed: int) -> None:
-    make().run(PROMPTS)
-    rng = random.Random(seed)
-    for path in files(tmp_path):
-        if rng.random() < (0.05, 0.15, 0.3, 0.5)[seed]:
-            path.unlink()
-    engine = make(budget=(16, 33, 64, 200)[seed])
-    check(engine.run(PROMPTS))
-    assert engine.stats.blocks_loaded > 0 and engine.stats.blocks_saved > 0
-    again = make()
-    check(again.run(PROMPTS))
-    assert again.stats.blocks_saved == 0, "the holes were filled"
-
-
-@pytest.mark.parametrize(
-    "budgets", [*(pytest.param(one, marks=pytest.mark.full) for one in ((16, 200), (200, 16))), (24, 40)]
-)
-def test_different_chunks_on_each_side(make: MakeEngine, check: Check, budgets: tuple[int, int]) -> None:
-    """The consumer's requests arrive while the producer still computes, chunk by chunk."""
-    producer = make(budget=budgets[0], kv_role="kv_producer")
-    consumer = make(budget=budgets[1], kv_role="kv_consumer")
-    saw_loading_beside_running = False
-
-    def observe() -> None:
-        nonlocal saw_loading_beside_running
-        stats = consumer.core.stats
-        saw_loading_beside_running |= stats.num_loading > 0 and stats.num_running > 0
-
-    outputs = hand_over(producer, consumer, PROMPTS, observe)
-    check(outputs)
-    assert saw_loading_beside_running
-    computed = sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
-    assert consumer.stats.prompt_tokens_computed == computed, "only what no block holds"
-    assert consumer.stats.blocks_saved == 0 and producer.stats.loads_started == 0
-
-
-def test_blocks_that_the_producer_dropped_are_not_waited_for_long(make: MakeEngine, check: Check) -> None:
-    """The producer's save queue has room for two blocks at a time, so the consumer waits in vain for the third."""
-    producer = make(kv_role="kv_producer", budget=200, max_save_bytes=2 * make().layout.nbytes)
-    consumer = make(kv_role="kv_consumer", handover_timeout=0.2)
-    for prompt in PROMPTS:
-        producer.run([prompt], 1, options=RequestOptions(do_remote_decode=True))
-    assert producer.stats.blocks_dropped > 0
-    check(consumer.run(PROMPTS, options=RequestOptions(do_remote_prefill=True)))
-    assert consumer.stats.loads_timed_out > 0 and consumer.stats.blocks_loaded > 0
-
-
-def test_a_second_turn_loads_the_first_answer_too(make: MakeEngine, tokenizer: Tokenizer) -> None:
-    (answer,) = make().run([PROMPTS[0]], 30)
-    turn = PROMPTS[0] + answer + make_prompt(7, 9)
-    engine = make()
-    (second,) = engine.run([turn])
-    assert engine.stats.prompt_tokens_store >= (len(PROMPTS[0]) + len(answer) - 1) // BLOCK_SIZE * BLOCK_SIZE
-    assert [second] == kv_engine(tokenizer, None).run([turn])
-
-
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
 def test_half_precision_comes_back_bit_by_bit(make: MakeEngine, tokenizer: Tokenizer, dtype: mx.Dtype) -> None:
     outputs = make(dtype=dtype).run([PROMPTS[0]])
@@ -191,54 +114,6 @@ def test_half_precision_comes_back_bit_by_bit(make: MakeEngine, tokenizer: Token
     assert engine.run([PROMPTS[0]]) == outputs and engine.stats.blocks_loaded == 6
     # Compares the KV itself, not only tokens: the loaded KV equals the KV that the first engine wrote.
     assert engine.layout.parts[0].dtype == str(dtype).removeprefix("mlx.core.")
-
-
-def test_latent_attention(make: MakeEngine, tokenizer: Tokenizer) -> None:
-    def latent() -> Any:
-        sizes = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16}
-        return tiny_model(model_type="deepseek_v3", **sizes)
-
-    expected = kv_engine(tokenizer, None, model=latent()).run(PROMPTS)
-    make(model=latent()).run(PROMPTS)
-    engine = make(model=latent())
-    for prompt, a, b in zip(PROMPTS, expected, engine.run(PROMPTS), strict=True):
-        assert compare_outputs(latent(), prompt, a, b).equal
-    assert engine.stats.blocks_loaded > 0
-    assert {part.name.split(".")[-1] for part in engine.layout.parts} == {"keys"}
-
-
-def test_steps_that_load_or_save_run_alone(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that loads or saves is not dispatched behind another step, and no step behind one that saves."""
-    make().run(PROMPTS)
-    engine = make(ahead=True, behind=True)
-    runner: Any = engine.core.runner
-    dispatch, num_loading, num_saving, num_missing_tokens = runner._dispatch, 0, 0, 0
-
-    def saves(step: PendingStep) -> bool:
-        return step.saves is not None and bool(step.saves.arrays)
-
-    def checked(step: PendingStep, *args: Any) -> None:
-        nonlocal num_loading, num_saving, num_missing_tokens
-        if is_behind := runner._steps[0] is not step:
-            assert not step.loads and not any(map(saves, runner._steps))
-        num_loading += bool(step.loads)
-        num_saving += saves(step)
-        num_missing_tokens += is_behind
-        dispatch(step, *args)
-
-    monkeypatch.setattr(runner, "_dispatch", checked)
-    engine.run([*PROMPTS, make_prompt(50, 60)], 20)
-    engine.run([make_prompt(9, 61)], 30)  # a single request fills a block in one of eight steps
-    assert min(num_loading, num_saving, num_missing_tokens) > 0
-
-
-@DISPATCH
-def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine, check: Check, dispatch: dict[str, bool]) -> None:
-    make(**dispatch).run(PROMPTS)
-    engine = make(num_blocks=24, **dispatch)
-    check(engine.run(PROMPTS))
-    assert engine.stats.blocks_loaded > 0
-    check_replayed(engine, dispatch)
 
 
 @DISPATCH
@@ -330,14 +205,6 @@ def test_spoilt_files(make: MakeEngine, check: Check, tmp_path: Path, spoil: Cal
         assert mended.stats.loads_failed == mended.stats.blocks_corrupt
 
 
-def test_kv_of_another_model_is_not_found(make: MakeEngine, tokenizer: Tokenizer) -> None:
-    make().run(PROMPTS)
-    other = make(model=tiny_model(seed=1))
-    outputs = other.run(PROMPTS)
-    assert other.stats.blocks_loaded == other.stats.blocks_corrupt == 0
-    assert outputs == kv_engine(tokenizer, None, model=tiny_model(seed=1)).run(PROMPTS)
-
-
 def test_kv_of_another_model_in_the_wrong_place_is_refused(make: MakeEngine, check: Check, tmp_path: Path) -> None:
     make(model=tiny_model(seed=1)).run(PROMPTS)
     engine = make()
@@ -422,14 +289,6 @@ def test_the_directory_vanishes_while_running(
     check(make().run(PROMPTS))
 
 
-def test_the_disk_is_full(make: MakeEngine, check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make()
-    monkeypatch.setattr(disk.os, "replace", raising(OSError(28, "No space left on device")))
-    check(engine.run(PROMPTS))
-    assert engine.stats.blocks_saved == 0 and engine.stats.store_errors > 0
-    assert not [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and path.name != MARKER]
-
-
 @pytest.mark.parametrize("operation", ["get", "contains", "put"])
 def test_no_permission(make: MakeEngine, check: Check, disturbed: Disturbed, operation: str) -> None:
     disturbed.disturb(operation, raising(StoreError("cannot read x: Permission denied")))
@@ -439,15 +298,6 @@ def test_no_permission(make: MakeEngine, check: Check, disturbed: Disturbed, ope
     check(engine.run([*PROMPTS]))
     engine.run([make_prompt(500, 40)])  # ensures that there is something to save
     assert engine.stats.store_errors > 0
-
-
-def test_the_store_fails_in_the_middle_of_loads(make: MakeEngine, check: Check, disturbed: Disturbed) -> None:
-    disturbed.disturb("get", raising(StoreError("connection lost")), calls=ALL_CALLS[6:])
-    # Two blocks per call, so that the fault occurs in the middle of a load.
-    engine = make(disturbed)
-    engine.transfer._blocks_per_call = 2  # type: ignore[union-attr]
-    check(engine.run(PROMPTS))
-    assert engine.stats.loads_failed > 0
 
 
 def test_loads_slower_than_the_deadline(
@@ -476,36 +326,6 @@ def test_no_memory_for_saving_costs_no_token(make: MakeEngine, check: Check, mon
     engine = make()
     check(engine.run(PROMPTS))
     assert engine.stats.blocks_saved == 0 and engine.stats.blocks_failed > 20
-
-
-def test_abort_while_loading(make: MakeEngine, check: Check, disturbed: Disturbed, release: threading.Event) -> None:
-    disturbed.disturb("get", lambda: release.wait(60))
-    engine = make(disturbed)
-    engine.add(PROMPTS)
-    engine.core.step()
-    assert engine.core.stats.num_loading > 0
-    for i in range(len(PROMPTS)):
-        engine.core.abort_request(str(i))
-        engine.core.scheduler.check_integrity()
-    assert engine.core.stats.num_loading == 0 and not engine.core.has_requests
-    release.set()
-    check(engine.run(PROMPTS))
-
-
-def test_two_engines_write_the_same_blocks(make: MakeEngine, check: Check) -> None:
-    engines = [make(), make()]
-    outputs: list[list[list[int]]] = [[[] for _ in PROMPTS] for _ in engines]
-    for engine in engines:
-        engine.add(PROMPTS)
-    while any(engine.core.has_requests for engine in engines):
-        for engine, mine in zip(engines, outputs, strict=True):
-            for output in engine.core.step():
-                mine[int(output.request_id)] += output.token_ids
-    for mine in outputs:
-        check(mine)
-    last = make()
-    check(last.run(PROMPTS))
-    assert last.stats.blocks_corrupt == 0 and last.stats.blocks_loaded > 0
 
 
 def test_through_a_server_that_is_killed_while_loading(make: MakeEngine, check: Check) -> None:

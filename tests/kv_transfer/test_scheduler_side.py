@@ -177,34 +177,6 @@ def test_a_producer_that_died_is_given_up() -> None:
     harness.drain()
 
 
-@pytest.mark.parametrize("after", ["nothing", "some blocks", "all blocks"])
-def test_abort_while_loading(after: str) -> None:
-    prompt = make_prompt(0, 41)
-    transfer = warm_store(prompt)
-    harness = make_harness(transfer)
-    harness.submit("r", prompt, 3)
-    if after != "nothing":
-        transfer.deliver(transfer.tickets[0], 3 if after == "some blocks" else 100)
-    harness.abort("r")
-    assert not transfer.tickets and not harness.scheduler.admissions.loading
-    harness.drain()
-
-
-def test_abort_between_arrival_and_admission() -> None:
-    transfer = warm_store(make_prompt(0, 41))
-    harness = make_harness(transfer, num_blocks=12)
-    harness.submit("big", make_prompt(5, 30), 10)
-    transfer.tickets[0].is_done = True
-    harness.step()
-    harness.submit("r", make_prompt(0, 41), 3)
-    transfer.deliver(transfer.tickets[0])
-    harness.step()
-    assert harness.tracked["r"].request.status is RequestStatus.WAITING, "there is no room for it yet"
-    harness.abort("r")
-    assert transfer.stats.blocks_unused == 10
-    harness.drain()
-
-
 def test_host_memory_is_taken_until_a_request_is_admitted() -> None:
     """Requests that wait for a place in the pool keep their loaded KV. Its total must not exceed the limit."""
     transfer = warm_store(make_prompt(0, 41), make_prompt(1, 41))
@@ -219,18 +191,6 @@ def test_host_memory_is_taken_until_a_request_is_admitted() -> None:
     harness.step()
     assert not transfer.held and "second" in harness.scheduler.running
     harness.drain()
-
-
-def test_preemption_after_loading() -> None:
-    prompts = [make_prompt(seed, 21) for seed in range(3)]
-    transfer = warm_store(*prompts)
-    harness = make_harness(transfer, num_blocks=19)
-    for i, prompt in enumerate(prompts):
-        harness.submit(f"r{i}", prompt, 20)
-    for ticket in transfer.open_tickets:
-        transfer.deliver(ticket)
-    harness.drain()
-    assert harness.scheduler.num_preemptions > 0
 
 
 def test_no_producer_is_waited_for_after_preemption() -> None:

@@ -120,13 +120,6 @@ def test_eight_and_the_base_in_one_step(
     assert (engine.stats.num_preemptions > 0) == (preempt_every > 0 or "num_blocks" in config)
 
 
-def test_each_alone(folders: dict[str, Path], golden: dict[str | None, list[list[int]]]) -> None:
-    engine = adapters.adapted_engine(folders, num_blocks=400)
-    for name in (None, "adapter-0", "adapter-7"):
-        add(engine, "one", TEXTS[0], name)
-        assert run_out(engine)["one"] == golden[name][0]
-
-
 def test_speculation(folders: dict[str, Path], golden: dict[str | None, list[list[int]]]) -> None:
     settings = speculative_config(4, longest=3, shortest=1)
     engine = adapters.adapted_engine(

@@ -131,20 +131,6 @@ def second_tokens(engine: Any, prompt: list[int], first: int, controls: dict[str
     return np.array([tokens[i] for i in ids])
 
 
-def test_temperature_and_penalties_reach_every_token_alike() -> None:
-    """A sampled output is the same alone, in a batch, with asynchronous planning, and after preemption."""
-    requests = [
-        (byte_ids(f"prompt {i} the thing"), SamplingParams(seed=i, max_tokens=14, ignore_eos=True, **control))
-        for i, control in enumerate(CONTROLS + CUTS[1:])
-    ]
-    alone = [token_ids(run_all(tiny_engine(), [request])[0]) for request in requests]
-    for config in ({"ahead": True}, {"num_blocks": 16}, {"num_blocks": 16, "ahead": True}):
-        engine = tiny_engine(**{"max_num_batched_tokens": 24, **config})
-        together = [token_ids(outputs) for outputs in run_all(engine, requests)]
-        assert together == alone, config
-        assert bool(engine.stats.num_preemptions) == ("num_blocks" in config)
-
-
 # --- log probabilities --------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from metal_engine.grammars.compiled import GrammarMatcher
-from metal_engine.request import RequestOptions, RequestOutput
+from metal_engine.request import RequestOutput
 from metal_engine.runner import logits_edits, sampler, step_sampling
 from metal_engine.runner.logits_edits import RequestEdits
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -60,6 +61,9 @@ EVERYTHING: Requests = [
 ]
 
 
+GRAMMAR_REQUESTS = slice(len(SAMPLED), None)
+
+
 def seen(outputs: list[RequestOutput]) -> tuple[Any, ...]:
     """Return everything that a user sees of an output, regardless of its division into chunks."""
     last = outputs[-1]
@@ -79,9 +83,9 @@ def logprobs(outputs: list[RequestOutput]) -> list[float]:
     return [value for entry in entries for value in (entry.logprob, *(value for _, value in entry.top))]
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def without() -> list[list[RequestOutput]]:
-    """Outputs without speculation. Other tests show that batching does not change them."""
+    """Return the outputs without speculation. Other tests show that batching does not change them."""
     return run_all(tiny_engine(), EVERYTHING)
 
 
@@ -115,29 +119,26 @@ def check_same(ours: list[list[RequestOutput]], theirs: list[list[RequestOutput]
         pytest.param(12, 0.95, {"block_size": 16}, marks=pytest.mark.full),
     ],
 )
-def test_outputs_are_those_without(
-    without: list[list[RequestOutput]], num_drafts: int, rightness: float, config: dict[str, Any]
-) -> None:
+def test_outputs_are_those_without(num_drafts: int, rightness: float, config: dict[str, Any]) -> None:
     engine = speculating(num_drafts, **config)
     # Requests with grammars share prompts, and known drafts depend on the prompt only, so a wrong draft may be right
     # for another request.
     num_requests = len(EVERYTHING if rightness else SAMPLED)
-    requests, without = EVERYTHING[:num_requests], without[:num_requests]
-    propose_from(engine, known(requests, without, rightness=rightness))
-    together = run_all(engine, requests)
-    check_same(together, without)
+    requests, expected = EVERYTHING[:num_requests], without()[:num_requests]
+    propose_from(engine, known(requests, expected, rightness=rightness))
+    check_same(run_all(engine, requests), expected)
     assert engine.stats.num_used_blocks == 0
     assert bool(engine.stats.num_preemptions) == ("num_blocks" in config and config["num_blocks"] < 100)
     metrics = engine.metrics
     assert metrics.num_drafts and metrics.num_draft_tokens
     assert bool(sum(metrics.num_accepted_tokens)) == (rightness > 0)
     assert (sum(metrics.num_accepted_tokens) < metrics.num_draft_tokens) or rightness == 1.0
-    assert metrics.num_generation_tokens == sum(len(token_ids(outputs)) for outputs in without)
+    assert metrics.num_generation_tokens == sum(len(token_ids(outputs)) for outputs in expected)
 
 
-def test_right_drafts_are_all_accepted(without: list[list[RequestOutput]]) -> None:
+def test_right_drafts_are_all_accepted() -> None:
     """Uses requests that end by length, one at a time, so that few steps run."""
-    for request, outputs in zip(EVERYTHING, without, strict=True):
+    for request, outputs in zip(EVERYTHING, without(), strict=True):
         if outputs[-1].finish_reason != "length" or request[1].seed not in (None, 1, 6, 11, 20):
             continue
         engine = speculating(4)
@@ -147,26 +148,23 @@ def test_right_drafts_are_all_accepted(without: list[list[RequestOutput]]) -> No
         assert engine.num_steps == 1 + math.ceil((len(token_ids(outputs)) - 1) / 5)
 
 
-def test_outputs_that_sit_out_steps_are_the_same(
-    without: list[list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_that_sit_out_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks are late in some steps."""
-    fill_mask, calls = GrammarMatcher.fill_mask, iter(range(1 << 30))
+    expected, fill_mask, calls = without(), GrammarMatcher.fill_mask, iter(range(1 << 30))
 
     def now_and_then(self: GrammarMatcher, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
         return (num_drafts > 0 or next(calls) % 5 in (1, 3)) and fill_mask(self, mask, math.inf, num_drafts)
 
     monkeypatch.setattr(GrammarMatcher, "fill_mask", now_and_then)
     engine = speculating(4)
-    propose_from(engine, known(EVERYTHING, without, rightness=0.9))
-    check_same(run_all(engine, EVERYTHING), without)
+    propose_from(engine, known(EVERYTHING, expected, rightness=0.9))
+    check_same(run_all(engine, EVERYTHING), expected)
     assert engine.metrics.num_late_masks > 20
 
 
-def test_drafts_whose_masks_are_not_known_are_counted(
-    without: list[list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_whose_masks_are_not_known_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """No draft without a mask is accepted, and outputs are the same."""
+    requests, outputs = EVERYTHING[GRAMMAR_REQUESTS], without()[GRAMMAR_REQUESTS]
     fill_mask = GrammarMatcher.fill_mask
 
     def alone(self: GrammarMatcher, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
@@ -175,8 +173,6 @@ def test_drafts_whose_masks_are_not_known_are_counted(
         return fill_mask(self, mask, math.inf)
 
     monkeypatch.setattr(GrammarMatcher, "fill_mask", alone)
-    of_grammars = [i for i, (_, one) in enumerate(EVERYTHING) if one.structured_outputs is not None]
-    requests, outputs = [EVERYTHING[i] for i in of_grammars], [without[i] for i in of_grammars]
     engine = speculating(4)
     propose_from(engine, known(requests, outputs, rightness=1.0))
     check_same(run_all(engine, requests), outputs)
@@ -194,23 +190,10 @@ def test_ngrams_find_what_repeats() -> None:
     assert engine.num_steps < 40
 
 
-def test_outputs_do_not_depend_on_how_long_steps_take(without: list[list[RequestOutput]]) -> None:
+def test_outputs_do_not_depend_on_how_long_steps_take() -> None:
     """Drafts come from n-grams, and their number depends on measured step times."""
     engine = speculating(4)
-    check_same(run_all(engine, EVERYTHING), without)
-
-
-def test_some_requests_do_without(without: list[list[RequestOutput]]) -> None:
-    engine = speculating(4)
-    proposer = known(EVERYTHING, without, rightness=1.0)
-    propose_from(engine, proposer)
-    prompt, one = EVERYTHING[0]
-    engine.add_request("a", engine.prepare(prompt, one), RequestOptions(use_speculation=False))
-    outputs = []
-    while engine.has_requests:
-        outputs += engine.step()
-    check_same([outputs], [without[0]])
-    assert engine.metrics.num_drafts == 0
+    check_same(run_all(engine, EVERYTHING), without())
 
 
 # --- mutants ------------------------------------------------------------------------------------------------
@@ -269,7 +252,6 @@ def _one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Mutants, each with the requests that it affects.
-GRAMMAR_REQUESTS = slice(len(SAMPLED), None)
 MUTANTS = [
     (_key_of_the_row, slice(1, 5)),
     (_exclusions_of_the_last_token, slice(9, 12)),
@@ -281,12 +263,10 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize(("mutate", "affected"), MUTANTS)
-def test_mutants_are_noticed(
-    mutate: Any, affected: slice, without: list[list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutants_are_noticed(mutate: Any, affected: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, outputs = EVERYTHING[affected], without()[affected]
     mutate(monkeypatch)
     engine = speculating(4)
-    requests, outputs = EVERYTHING[affected], without[affected]
     propose_from(engine, known(requests, outputs, rightness=0.8))
     with pytest.raises((AssertionError, ValueError)):
         check_same(run_all(engine, requests), outputs)

@@ -11,66 +11,6 @@ from hypothesis import strategies as st
 from metal_engine.scheduling.block_manager import BlockManager
 
 
-def test_blocks_for_rounds_up() -> None:
-    blocks = BlockManager(4, 16)
-    assert [blocks.blocks_for(n) for n in (0, 1, 15, 16, 17, 32, 33)] == [0, 1, 1, 1, 2, 2, 3]
-
-
-def test_allocate_extends_a_table_only_when_it_is_full() -> None:
-    blocks = BlockManager(8, 4)
-    assert blocks.allocate("a", 5) == [0, 1]
-    assert blocks.allocate("a", 8) == []
-    assert blocks.allocate("a", 9) == [2]
-    assert blocks.allocate("a", 3) == [], "a table never shrinks"
-    assert blocks.block_ids("a") == [0, 1, 2]
-    assert (blocks.num_used_blocks, blocks.num_free_blocks) == (3, 5)
-    blocks.check_integrity()
-
-
-def test_allocate_is_all_or_nothing() -> None:
-    blocks = BlockManager(4, 4)
-    blocks.allocate("a", 9)
-    assert blocks.allocate("b", 5) is None
-    assert blocks.block_ids("b") == []
-    assert blocks.allocate("a", 17) is None
-    assert blocks.block_ids("a") == [0, 1, 2]
-    assert blocks.num_free_blocks == 1
-    blocks.check_integrity()
-    assert blocks.allocate("b", 4) == [3]
-
-
-def test_reserve_must_stay_free() -> None:
-    blocks = BlockManager(4, 1)
-    assert blocks.allocate("a", 3, reserve=2) is None
-    assert blocks.allocate("a", 2, reserve=2) == [0, 1]
-    assert blocks.allocate("a", 2, reserve=4) == [], "asking for nothing needs no reserve"
-
-
-def test_tails_are_reused_before_heads_and_the_longest_free_first() -> None:
-    blocks = BlockManager(4, 1)
-    blocks.allocate("a", 3)
-    blocks.free("a")
-    assert [blocks.allocate(request, 1) for request in "bcde"] == [[3], [2], [1], [0]]
-
-
-def test_blocks_taken_at_once_are_in_order() -> None:
-    blocks = BlockManager(6, 1)
-    blocks.allocate("a", 3)
-    blocks.free("a")
-    assert blocks.allocate("b", 5) == [1, 2, 3, 4, 5]
-
-
-def test_free_of_an_unknown_request_does_nothing() -> None:
-    blocks = BlockManager(2, 1)
-    blocks.allocate("a", 2)
-    blocks.free("b")
-    assert blocks.num_free_blocks == 0
-    blocks.free("a")
-    blocks.free("a")
-    assert blocks.num_free_blocks == 2
-    blocks.check_integrity()
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     num_blocks=st.integers(1, 12),

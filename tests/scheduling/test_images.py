@@ -68,16 +68,6 @@ def test_an_image_is_encoded_when_a_chunk_reaches_it_and_may_be_cut() -> None:
     assert (h.scheduler.stats.images_encoded, h.scheduler.stats.image_cache_hits) == (1, 0)
 
 
-def test_a_step_encodes_no_more_than_its_limit() -> None:
-    h = harness(limit=10, capacity=40, budget=64)
-    images = [image_at(list(range(start, start + 8)), str(start)) for start in (2, 12, 24)]
-    h.submit("r", prompt_with(*images, length=40), 2, images=PromptImages(tuple(images)))
-    plans = [h.step() for _ in range(4)]
-    assert [encoded(plan) for plan in plans] == [[image.content_hash] for image in images] + [[]]
-    assert [list(plan.num_scheduled_tokens.values()) for plan in plans[:3]] == [[12], [12], [16]]
-    h.drain()
-
-
 def test_features_are_kept_until_others_need_the_capacity() -> None:
     h = harness(limit=16, capacity=24, budget=64)
     a, b, c = (image_at(list(range(2, 12)), name) for name in "abc")
@@ -126,17 +116,6 @@ def test_requests_that_each_need_another_image_do_not_wait_for_each_other() -> N
         h.submit(name, prompt_with(*images, length=24, seed=ord(name)), 2, images=PromptImages(images))
     plans = [h.step() for _ in range(4)]
     assert sorted(request_id for plan in plans for request_id in plan.num_scheduled_tokens) == ["a", "a", "b", "b"]
-    h.drain()
-
-
-def test_a_request_without_features_is_not_admitted() -> None:
-    """It would have no tokens in the step, although the budget has some left."""
-    h = harness(limit=16, capacity=16, budget=40)
-    a, b = (image_at(list(range(16)), name) for name in "ab")
-    for name, image in (("r", a), ("s", b)):
-        h.submit(name, prompt_with(image, length=24, seed=ord(name)), 2, images=PromptImages((image,)))
-    plan = h.step()
-    assert dict(plan.num_scheduled_tokens) == {"r": 24} and [new.request_id for new in plan.new_requests] == ["r"]
     h.drain()
 
 

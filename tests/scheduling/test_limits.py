@@ -78,12 +78,6 @@ def test_the_budget_is_shared_evenly_and_what_one_leaves_goes_to_the_others() ->
     harness.drain()
 
 
-def test_one_candidate_gets_everything() -> None:
-    harness = make_harness(budget=60)
-    harness.submit("a", make_prompt(0, 200), 1)
-    assert shares(harness) == {"a": 60}
-
-
 def test_what_the_slots_leave_goes_to_further_requests() -> None:
     harness = make_harness(budget=60, partial=2)
     for i in range(8):
@@ -148,16 +142,6 @@ def test_long_is_more_than_the_threshold() -> None:
         harness.drain()
 
 
-def test_decodes_go_first() -> None:
-    harness = make_harness(budget=10)
-    for i in range(6):
-        harness.submit(f"d{i}", [i + 1], 20)
-    harness.step()
-    harness.submit("long", make_prompt(0, 40), 1)
-    for _ in range(3):
-        assert shares(harness) == {**{f"d{i}": 1 for i in range(6)}, "long": 4}
-
-
 def test_a_long_prompt_keeps_its_place_and_is_not_starved_by_a_stream_of_short_ones() -> None:
     """Short prompts pass it only until the first long prompt is done, which gets its even part of each step."""
     harness = make_harness(budget=32, num_blocks=4000, seqs=256)
@@ -171,14 +155,6 @@ def test_a_long_prompt_keeps_its_place_and_is_not_starved_by_a_stream_of_short_o
         steps += 1
         assert steps <= 2 * 320 // (32 // 4) + 4
     assert all(len(plan.num_scheduled_tokens) > 1 for plan in harness.plans), "short ones went ahead all the time"
-    harness.drain()
-
-
-def test_at_most_so_many_long_prompts() -> None:
-    harness = make_harness(budget=32, max_long_partial_prefills=2)
-    for i in range(4):
-        harness.submit(f"r{i}", make_prompt(i, 100), 1)
-    assert shares(harness) == {"r0": 16, "r1": 16}
     harness.drain()
 
 
@@ -247,15 +223,6 @@ def test_prompts_whose_log_probabilities_are_wanted_share_a_limit_of_rows() -> N
 
 
 # --- page alignment -----------------------------------------------------------------------------------------
-
-
-def test_chunks_end_on_block_boundaries() -> None:
-    harness = make_harness(budget=30, block_size=8, page_aligned_scheduling=True, seqs=4, partial=2, threshold=90)
-    harness.submit("a", make_prompt(0, 37), 2)
-    harness.submit("b", make_prompt(1, 5), 2)
-    assert shares(harness) == {"a": 16, "b": 5}  # b is charged a whole block
-    assert shares(harness) == {"a": 21, "b": 1}
-    harness.drain()
 
 
 def test_alignment_that_could_starve_prompts_is_refused() -> None:

@@ -70,13 +70,6 @@ def test_hashes_depend_on_salt_and_model() -> None:
     assert hashes(prompt, salt="\ud800"), "JSON may hold lone surrogates"
 
 
-def test_hashes_grow_with_the_request() -> None:
-    request = Request("r", make_prompt(0, 6), SamplingParams(), max_tokens=9)
-    assert len(extend_block_hashes(request, 4, "m")) == 1
-    request.token_ids += make_prompt(1, 6)
-    assert extend_block_hashes(request, 4, "m") == hashes(make_prompt(0, 6) + make_prompt(1, 6))
-
-
 # --- hits ---------------------------------------------------------------------------------------------------
 
 
@@ -103,52 +96,12 @@ def test_answers_are_cached_too(depth: int) -> None:
     assert cached_tokens(harness, "b") == [16]
 
 
-def test_at_least_one_token_is_computed() -> None:
-    harness = make_harness()
-    for name in "ab":
-        harness.submit(name, make_prompt(0, 16), 2)
-        harness.run()
-    assert cached_tokens(harness, "b") == [12]
-
-
-def test_the_output_says_what_was_cached() -> None:
-    harness = make_harness()
-    for name, expected in (("a", 0), ("b", 8)):
-        harness.submit(name, make_prompt(0, 11), 2)
-        harness.schedule()
-        assert [output.num_cached_tokens for output in harness.update()] == [expected]
-        harness.run()
-
-
 def test_salts_keep_requests_apart() -> None:
     harness = make_harness()
     for name, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x")):
         harness.submit(name, make_prompt(0, 20), 1, cache_salt=salt)
         harness.run()
     assert cached_tokens(harness, *"abcd") == [0, 0, 0, 16]
-
-
-def test_a_request_that_needs_every_prompt_row_bypasses_the_cache() -> None:
-    harness = make_harness()
-    harness.submit("a", make_prompt(0, 20), 1)
-    harness.run()
-    harness.submit("b", make_prompt(0, 20), 1, needs_prompt_rows=True)
-    assert harness.step().num_scheduled_tokens == {"b": 20}
-    harness.submit("c", make_prompt(0, 20), 1)
-    harness.run()
-    assert cached_tokens(harness, *"bc") == [0, 16]
-
-
-def test_requests_in_flight_share() -> None:
-    harness = make_harness(budget=12)
-    harness.submit("a", make_prompt(0, 20), 30)
-    harness.step()
-    harness.step()
-    harness.submit("b", make_prompt(0, 24), 1)
-    assert harness.step().num_scheduled_tokens == {"a": 1, "b": 4}
-    blocks = harness.scheduler.blocks
-    assert blocks.block_ids("a")[:5] == blocks.block_ids("b")[:5] or not blocks.block_ids("b")
-    harness.drain()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -253,17 +206,6 @@ def test_cached_blocks_count_as_free_but_not_twice() -> None:
     assert blocks.allocate("b", 16, cached=cached, reserve=1) is None
     assert len(blocks.allocate("b", 16, cached=cached) or ()) == 4
     blocks.check_integrity()
-
-
-def test_forget() -> None:
-    harness = make_harness()
-    harness.submit("a", make_prompt(0, 20), 5)
-    harness.step()
-    harness.scheduler.prefix_cache.forget()
-    harness.submit("b", make_prompt(0, 20), 1)
-    harness.step()
-    assert cached_tokens(harness, "b") == [0]
-    harness.drain()
 
 
 # --- mistakes must show -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from metal_engine.scheduling.limits import check_fits
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput
-from tests.support.fake_kv_runner import SchedulerHarness, expected_tokens, make_prompt
+from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 
 
 def make_harness(
@@ -77,76 +77,6 @@ def test_decodes_and_chunks_share_a_step() -> None:
     harness.drain()
 
 
-def test_decodes_go_first_and_leave_the_rest_of_the_budget_to_chunks() -> None:
-    harness = make_harness(budget=4)
-    for i in range(3):
-        harness.submit(f"d{i}", [i + 1], 30)
-    assert shares(harness) == {"d0": 1, "d1": 1, "d2": 1}
-    harness.submit("long", make_prompt(0, 9), 1)
-    for _ in range(9):
-        assert shares(harness) == {"d0": 1, "d1": 1, "d2": 1, "long": 1}
-    harness.drain()
-
-
-def test_first_come_first_served() -> None:
-    harness = make_harness(budget=8)
-    harness.submit("a", make_prompt(0, 20), 1)
-    harness.submit("b", make_prompt(1, 2), 1)
-    assert shares(harness) == {"a": 8}
-    assert shares(harness) == {"a": 8}
-    assert shares(harness) == {"a": 4, "b": 2}
-    harness.drain()
-
-
-def test_a_small_request_does_not_overtake_one_that_waits_for_blocks() -> None:
-    harness = make_harness(block_size=4, num_blocks=10)
-    harness.submit("a", make_prompt(0, 24), 4)
-    harness.step()
-    harness.submit("big", make_prompt(1, 30), 4)
-    harness.submit("small", make_prompt(2, 2), 2)
-    while harness.tracked["a"].is_live:
-        assert list(harness.step().num_scheduled_tokens) == ["a"]
-    assert list(shares(harness)) == ["big", "small"]
-    harness.drain()
-
-
-def test_max_num_seqs() -> None:
-    harness = make_harness(seqs=2)
-    for i in range(5):
-        harness.submit(f"r{i}", make_prompt(i, 3), 2)
-    assert shares(harness) == {"r0": 3, "r1": 3}
-    assert shares(harness) == {"r0": 1, "r1": 1}
-    assert shares(harness) == {"r2": 3, "r3": 3}
-    assert shares(harness) == {"r2": 1, "r3": 1}
-    assert shares(harness) == {"r4": 3}
-    harness.drain()
-
-
-def test_budget_of_one_token() -> None:
-    harness = make_harness(budget=1)
-    harness.submit("a", make_prompt(0, 3), 3)
-    harness.submit("b", make_prompt(1, 2), 2)
-    assert [shares(harness) for _ in range(8)] == [{"a": 1}] * 5 + [{"b": 1}] * 3
-    harness.drain()
-
-
-def test_blocks_are_told_once_as_they_come() -> None:
-    harness = make_harness(block_size=4)
-    harness.submit("a", make_prompt(0, 3), 8)
-    first = harness.step()
-    assert len(first.new_requests[0].block_ids) == 1
-    assert not first.new_block_ids
-    added = [harness.step().new_block_ids for _ in range(7)]
-    assert [len(new.get("a", [])) for new in added] == [0, 1, 0, 0, 0, 1, 0]
-    harness.drain()
-
-
-def test_step_ids_count_up() -> None:
-    harness = make_harness()
-    harness.submit("a", [1], 4)
-    assert [harness.step().step_id for _ in range(4)] == [0, 1, 2, 3]
-
-
 # --- the pool runs out --------------------------------------------------------------------------------------
 
 
@@ -172,27 +102,6 @@ def test_the_latest_arrival_is_preempted_and_resumes_in_order() -> None:
     harness.drain()
 
 
-def test_several_preempted_in_one_step_keep_their_order() -> None:
-    harness = make_harness(block_size=1, num_blocks=9)
-    harness.submit("r0", make_prompt(0, 3), 7)
-    for i in (1, 2, 3):
-        harness.submit(f"r{i}", make_prompt(i, 2), 4)
-    assert list(shares(harness)) == ["r0", "r1", "r2", "r3"]
-    assert list(shares(harness)) == ["r0", "r1"]
-    assert [r.request_id for r in harness.scheduler.admissions.waiting] == ["r2", "r3"]
-    harness.drain()
-
-
-def test_a_request_that_alone_exactly_fills_the_pool_finishes() -> None:
-    for prompt_len in (1, 7, 12, 16):
-        harness = make_harness(block_size=4, num_blocks=4)
-        max_tokens = 4 * 4 + 1 - prompt_len  # the KV of the last token is never written
-        harness.submit("a", make_prompt(0, prompt_len), max_tokens)
-        harness.submit("b", make_prompt(1, prompt_len), max_tokens)
-        harness.drain()
-        assert len(harness.tracked["a"].token_ids) == max_tokens
-
-
 def test_two_requests_that_each_fill_the_pool_take_turns_without_livelock() -> None:
     harness = make_harness(block_size=4, num_blocks=8)
     for i in range(4):
@@ -200,19 +109,6 @@ def test_two_requests_that_each_fill_the_pool_take_turns_without_livelock() -> N
     harness.drain()
     # A request is preempted at most once for each earlier request, so there is no thrashing.
     assert harness.scheduler.num_preemptions <= 6
-
-
-def test_the_oldest_is_never_preempted() -> None:
-    harness = make_harness(block_size=2, num_blocks=10, budget=5)
-    for i in range(6):
-        harness.submit(f"r{i}", make_prompt(i, 3 + i), 12)
-    while harness.live:
-        oldest = harness.live[0].request
-        num_preemptions = oldest.num_preemptions
-        assert oldest.request_id in harness.step().num_scheduled_tokens
-        assert oldest.num_preemptions == num_preemptions
-    assert harness.scheduler.num_preemptions > 0
-    harness.drain()
 
 
 def test_admission_leaves_a_reserve_beside_running_requests_but_not_for_the_first() -> None:
@@ -243,13 +139,6 @@ def test_what_can_never_be_served(prompt_len: int, max_tokens: int, kind: type[P
     with pytest.raises(PromptError, match=message) as caught:
         check_fits(prompt_len, max_tokens, harness.config, harness.cache_config)
     assert type(caught.value) is kind
-
-
-def test_the_largest_that_fits_is_accepted() -> None:
-    harness = make_harness(model_len=40, block_size=4, num_blocks=10)
-    harness.submit("a", make_prompt(0, 30), 10)
-    harness.submit("b", make_prompt(1, 39), 1)
-    harness.drain()
 
 
 def test_an_id_in_use_is_refused_and_may_be_used_again_later() -> None:
@@ -313,72 +202,10 @@ def test_a_runner_that_returns_too_few_tokens_is_an_error() -> None:
 # --- aborts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted", "under way", "finished"])
-def test_abort_in_every_state_frees_blocks(state: str, depth: int) -> None:
-    harness = make_harness(budget=12, block_size=4, num_blocks=7, depth=depth)
-    harness.submit("other", make_prompt(1, 6), 14)
-    request = harness.submit("a", make_prompt(0, 12), 9)
-    reached = {
-        "waiting": lambda: True,
-        "prefilling": lambda: 0 < request.num_computed_tokens < 12 and request.status is RequestStatus.RUNNING,
-        "decoding": lambda: request.num_output_tokens > 0 and request.status is RequestStatus.RUNNING,
-        "preempted": lambda: request.status is RequestStatus.PREEMPTED,
-        "under way": lambda: request.num_output_tokens > 0 and request.status is RequestStatus.RUNNING,
-        "finished": lambda: request.status.finish_reason,
-    }[state]
-    harness.run(until=reached)
-    assert reached()
-    if state == "under way":
-        while harness.in_flight:
-            harness.update()
-        assert "a" in harness.schedule().num_scheduled_tokens
-    harness.abort("a")
-    harness.abort("a")  # a second abort has no effect
-    assert harness.scheduler.requests.keys() <= {"other"}
-    assert harness.scheduler.blocks.num_used_blocks == len(harness.scheduler.blocks.block_ids("other"))
-    if state != "finished":
-        assert request.status is RequestStatus.FINISHED_ABORTED
-    if len(harness.in_flight) == depth:
-        harness.update()
-    harness.drain()
-
-
 def test_abort_of_an_unknown_id_is_ignored() -> None:
     scheduler = make_harness().scheduler
     scheduler.finish_request("nobody", RequestStatus.FINISHED_ABORTED)
     assert not scheduler.has_requests
-
-
-def test_a_request_that_never_ran_is_not_dropped() -> None:
-    harness = make_harness()
-    harness.submit("a", [1], 2)
-    harness.abort("a")
-    harness.submit("b", [2], 2)
-    assert harness.step().dropped_req_ids == []
-
-
-def test_drops_are_told_exactly_once() -> None:
-    harness = make_harness()
-    harness.submit("a", [1], 1)
-    harness.submit("b", [2], 9)
-    harness.submit("c", [3], 9)
-    harness.step()
-    harness.abort("b")
-    dropped = [harness.step().dropped_req_ids for _ in range(3)]
-    assert [sorted(ids) for ids in dropped] == [["a", "b"], [], []]
-    harness.drain()
-
-
-def test_an_empty_plan_does_not_carry_drops_off() -> None:
-    """A plan without tokens is not executed, so its dropped ids would be lost."""
-    harness = make_harness()
-    harness.submit("a", [1], 1)
-    harness.step()
-    empty = harness.schedule()
-    assert (empty.num_scheduled_tokens, empty.dropped_req_ids) == ({}, [])
-    harness.submit("b", [2], 1)
-    assert harness.step().dropped_req_ids == ["a"]
 
 
 # --- two steps under way ------------------------------------------------------------------------------------
@@ -396,85 +223,6 @@ def test_pipelined_decodes_run_on_placeholders() -> None:
     harness.run()
     sampled = [request_id for plan in harness.plans for request_id in plan.sampled_req_ids]
     assert len(sampled) == 4, "as many samples as tokens: none twice, none lost"
-    harness.drain()
-
-
-def test_pipelined_steps_do_not_plan_past_max_tokens() -> None:
-    harness = make_harness(depth=3)
-    harness.submit("a", make_prompt(0, 5), 2)
-    assert [harness.schedule().num_scheduled_tokens for _ in range(3)] == [{"a": 5}, {"a": 1}, {}]
-    harness.drain()
-
-
-def test_a_request_that_only_waits_for_its_last_token_does_not_hold_up_later_ones() -> None:
-    harness = make_harness(depth=2)
-    harness.submit("a", make_prompt(0, 5), 1)
-    harness.submit("b", make_prompt(1, 5), 3)
-    assert [harness.schedule().num_scheduled_tokens for _ in range(2)] == [{"a": 5, "b": 5}, {"b": 1}]
-    harness.update()
-    harness.drain()
-
-
-def test_a_stop_while_the_next_step_is_under_way_discards_its_token() -> None:
-    harness = make_harness(depth=2)
-    harness.submit("a", make_prompt(0, 5), 9, stop_after=1)
-    harness.submit("b", make_prompt(1, 5), 9)
-    harness.schedule()
-    assert "a" in harness.schedule().sampled_req_ids
-    assert [o.finish_reason for o in harness.update()] == ["stop", None]
-    assert not harness.scheduler.blocks.block_ids("a")
-    assert [o.request_id for o in harness.update()] == ["b"]
-    assert harness.tracked["a"].token_ids == expected_tokens(make_prompt(0, 5), 1)
-    harness.drain()
-
-
-def preempt_b_with_its_token_in_flight(max_tokens: int = 4, depth: int = 2) -> tuple[SchedulerHarness, Request]:
-    """Return a harness whose second step preempts request b while b's first token is in flight, and that request."""
-    harness = make_harness(block_size=2, num_blocks=6, depth=depth)
-    harness.submit("a", make_prompt(0, 6), 6)
-    request = harness.submit("b", make_prompt(1, 5), max_tokens)
-    assert harness.schedule().sampled_req_ids == ["a", "b"]
-    plan = harness.schedule()  # a needs a fourth block
-    assert list(plan.num_scheduled_tokens) == ["a"]
-    assert plan.dropped_req_ids == ["b"]
-    assert (request.status, request.num_output_placeholders) == (RequestStatus.PREEMPTED, 1)
-    return harness, request
-
-
-def test_a_token_under_way_lands_on_a_preempted_request() -> None:
-    harness, request = preempt_b_with_its_token_in_flight()
-    assert [o.request_id for o in harness.update()] == ["a", "b"]
-    assert (request.num_output_tokens, request.num_output_placeholders) == (1, 0)
-    harness.drain()
-    assert request.num_preemptions == 1
-
-
-def test_a_preempted_request_does_not_resume_before_its_token_lands() -> None:
-    harness, _ = preempt_b_with_its_token_in_flight(depth=3)
-    harness.abort("a")  # b fits now, except for its last token
-    assert harness.schedule().num_scheduled_tokens == {}
-    harness.update()
-    assert harness.schedule().num_scheduled_tokens == {"b": 6}
-    harness.update()
-    harness.drain()
-
-
-def test_a_preempted_request_may_finish_by_the_token_that_lands() -> None:
-    harness, _ = preempt_b_with_its_token_in_flight(max_tokens=1)
-    assert [o.finish_reason for o in harness.update()] == [None, "length"]
-    assert list(harness.scheduler.requests) == ["a"]
-    harness.drain()
-
-
-def test_blocks_freed_under_a_step_are_reused_safely() -> None:
-    """Steps run in the order of their planning, so the next owner writes after the last reader has read."""
-    harness = make_harness(block_size=2, num_blocks=4, depth=2)
-    harness.submit("a", make_prompt(0, 7), 2)
-    harness.schedule()
-    harness.abort("a")
-    harness.submit("b", make_prompt(1, 7), 2)
-    assert harness.schedule().num_scheduled_tokens == {"b": 7}
-    assert harness.update() == []
     harness.drain()
 
 

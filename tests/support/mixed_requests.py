@@ -1,9 +1,8 @@
-"""Requests of every kind on tiny models, and their outputs in undisturbed steps."""
+"""Requests of every kind on tiny models, and their outputs alone in undisturbed steps."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from metal_engine.request import RequestOutput, merge_outputs
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.rank_cases import PHASES
+from tests.support.running import drain
 from tests.support.speculation import speculative_config
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import byte_ids
@@ -18,6 +18,7 @@ from tools.fixtures.stepped_engine import SteppedEngine
 
 LONG = byte_ids("a prompt of some length, of several chunks, and of blocks that others have")
 MODELS: dict[str, dict[str, Any]] = {"attention": {}, "recurrent": {"architecture": "qwen3_5", "num_state_slots": 48}}
+WINDOWS: dict[str, dict[str, Any]] = {"windows": {"architecture": "gemma3_text"}}
 ALL_MODELS = MODELS | {"quantized": {"kv_cache_dtype": "int8"}}
 MODES: dict[str, dict[str, Any]] = {
     "one by one": {},
@@ -35,19 +36,20 @@ def params(**fields: Any) -> SamplingParams:
 # Prompts with their parameters. Outputs of one request follow each other.
 MIXED: list[tuple[list[int], SamplingParams]] = [
     (LONG, params(n=2, logprobs=1)),
-    (LONG[:50] + byte_ids("another end"), params(temperature=0.0, logprobs=2)),
+    (LONG[:50] + byte_ids("another end"), params(temperature=0.0, logprobs=2, logit_bias={70: 2.0})),
     (byte_ids("b"), params(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.1)),
     (byte_ids("some digits"), params(structured_outputs=StructuredOutputsParams(regex="[0-9]{9}"), ignore_eos=False)),
     (byte_ids("Bakers"), params(phases=PHASES, max_tokens=25, ignore_eos=False)),
-    (byte_ids("to be stopped"), params(stop=("a", "e", "i", "o", "u"), max_tokens=20, logprobs=0)),
-    (byte_ids("to be stopped by a token"), params(stop_token_ids=list(range(40, 90)), min_tokens=3)),
+    (byte_ids("to be stopped"), params(stop=("a", "e", "i", "o", "u"), max_tokens=20, logprobs=0, top_k=20)),
+    (byte_ids("to be stopped by a token"), params(stop_token_ids=range(40, 90), min_tokens=3, top_p=0.7, min_p=0.05)),
     (byte_ids("of known probability "), params(prompt_logprobs=1, logprobs=1, max_tokens=5)),
     (byte_ids("bad words"), params(bad_words=["a", "th"], logit_bias={65: 3.0}, seed=None)),
     (byte_ids("abcabcabcabc"), params(temperature=0.0, max_tokens=30)),
+    (byte_ids("one"), params(max_tokens=1)),
 ]
 
 
-def add_all(engine: SteppedEngine) -> None:
+def add_mixed(engine: SteppedEngine) -> None:
     for i, (prompt, one) in enumerate(MIXED):
         prepared = engine.prepare(prompt, one)
         for index in range(one.n):
@@ -55,7 +57,7 @@ def add_all(engine: SteppedEngine) -> None:
 
 
 def check_equal(found: dict[str, list[RequestOutput]], model: str) -> None:
-    """Check that the merged outputs equal the outputs of undisturbed steps, without repetition."""
+    """Check that the merged outputs equal the outputs of requests alone, without repetition."""
     # The order of a sum can change the rounding of a quantized K or V.
     tolerance = 1e-2 if model == "quantized" else 1e-4
     expected = undisturbed(model)
@@ -80,19 +82,13 @@ def check_logprobs(ours: list[Any] | None, theirs: list[Any] | None, tolerance: 
             np.testing.assert_allclose(a.logprob, b.logprob, atol=tolerance)
 
 
-def run_to_end(engine: SteppedEngine, step: Callable[[], list[RequestOutput]]) -> dict[str, list[RequestOutput]]:
-    """Call ``step`` until no request is left. Return the outputs of each request."""
-    found: dict[str, list[RequestOutput]] = {}
-    while engine.has_requests:
-        for output in step():
-            found.setdefault(output.request_id, []).append(output)
-        engine.scheduler.check_integrity()
-    return found
-
-
 @functools.cache
 def undisturbed(model: str) -> dict[str, RequestOutput]:
-    """Return the merged outputs of the requests on a model of :data:`ALL_MODELS`, one step at a time."""
-    engine = tiny_engine(**ALL_MODELS[model])
-    add_all(engine)
-    return {request_id: merge_outputs(outputs) for request_id, outputs in run_to_end(engine, engine.step).items()}
+    """Return the merged outputs of the requests on a model, one request at a time, one step at a time."""
+    engine, found = tiny_engine(**(ALL_MODELS | WINDOWS)[model]), {}
+    for i, (prompt, one) in enumerate(MIXED):
+        prepared = engine.prepare(prompt, one)
+        for index in range(one.n):
+            engine.add_request(f"{i}-{index}", prepared, index=index)
+            found |= drain(engine)
+    return {request_id: merge_outputs(outputs) for request_id, outputs in found.items()}

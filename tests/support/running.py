@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from tools.fixtures.stepped_engine import SteppedEngine
+
+
+def add_all(engine: SteppedEngine, requests: Iterable[tuple[list[int], SamplingParams]]) -> None:
+    """Add requests. The id of each is its index."""
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), engine.prepare(prompt, params))
+
+
+def drain(
+    engine: SteppedEngine, step: Callable[[], list[RequestOutput]] | None = None
+) -> dict[str, list[RequestOutput]]:
+    """Step until no request is left. Return the outputs of each request. Checks the scheduler after every step.
+
+    Args:
+        step: runs a step. Default: :meth:`SteppedEngine.step`.
+    """
+    found: dict[str, list[RequestOutput]] = {}
+    while engine.has_requests:
+        for output in (step or engine.step)():
+            found.setdefault(output.request_id, []).append(output)
+        engine.scheduler.check_integrity()
+    assert not engine.request_ids and engine.stats.num_used_blocks == 0
+    return found
 
 
 def run(

@@ -77,23 +77,6 @@ def test_right_drafts_are_generated_at_once() -> None:
     harness.drain()
 
 
-def test_the_last_tokens_are_not_drafted_beyond_the_end() -> None:
-    harness = make_harness(num_drafts=6)
-    harness.submit("a", make_prompt(0, 6), 10)
-    harness.run()
-    assert [len(p.scheduled_spec_decode_tokens.get("a", ())) for p in harness.plans] == [0, 6, 1]
-    harness.drain()
-
-
-def test_a_token_that_ends_a_request_is_sampled_and_not_drafted() -> None:
-    harness = make_harness(num_drafts=6)
-    harness.submit("a", make_prompt(0, 6), 20, stop_after=4)
-    harness.run()
-    assert [len(p.scheduled_spec_decode_tokens.get("a", ())) for p in harness.plans] == [0, 2]
-    assert harness.tracked["a"].finish_reason == "stop"
-    harness.drain()
-
-
 def test_drafts_take_what_prompts_leave() -> None:
     harness = make_harness(num_drafts=4, max_num_batched_tokens=8)
     harness.submit("a", make_prompt(0, 4), 40)
@@ -185,18 +168,6 @@ def test_a_step_that_failed_is_not_under_way() -> None:
         assert times.end() == 0.0
         harness.submit("b", make_prompt(1, 6), 40)
         harness.drain()
-
-
-def test_blocks_of_rejected_drafts_are_free_again() -> None:
-    harness = make_harness(num_drafts=8, right=False)
-    assert harness.proposer is not None
-    harness.submit("a", make_prompt(0, 7), 40)
-    while harness.live:
-        harness.step()
-        used, request = harness.scheduler.blocks.num_used_blocks, harness.tracked["a"].request
-        assert used <= harness.scheduler.blocks.blocks_for(request.num_tokens)
-    assert harness.proposer.num_wrong
-    harness.drain()
 
 
 def test_a_request_can_do_without() -> None:
