@@ -91,7 +91,8 @@ class SelectedLatents:
         """
         shape = kind.shape
         k_columns, rest_columns, _ = columns_of_loads(shape, PARTS)
-        head_groups = max(1, min(num_cores // ranges.num_items, -(-shape.num_heads // 8)))
+        strips = -(-shape.num_heads // 8)
+        strips_of_group = -(-strips // max(1, num_cores // ranges.num_items))
         partial_rows = max(DEVICE_ELEMENTS, ranges.num_items * shape.num_heads)
         partial_out, partial_lse = self._kernel(
             inputs=inputs,
@@ -104,7 +105,7 @@ class SelectedLatents:
                 ("K_COLUMNS", k_columns),
                 ("REST_COLUMNS", rest_columns),
             ],
-            grid=(ranges.num_items * THREADS, head_groups, 1),
+            grid=(ranges.num_items * THREADS, -(-strips // strips_of_group), 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[(partial_rows, shape.v_head_dim), (partial_rows,)],
             output_dtypes=[mx.float32, mx.float32],
