@@ -13,7 +13,8 @@
 //   3. the weights go through threadgroup memory to all SIMD groups of a slot, which multiply their latents with them;
 //   4. a slot gets the other slot's sums for its half of the columns, adds its own, and writes them.
 //
-// Each range of a list is a split, even the only one: merge_splits writes the output.
+// Each range of a list is a split, even the only one: merge_splits writes the output. Outputs of ranges have the type of
+// the output, because there are many. Their rounding errors differ, so that the mean of many has smaller ones.
 //
 //     items         list, first key of the range, end of the keys, first partial row
 //     selected      positions of the keys of each list
@@ -207,14 +208,14 @@ for (int strip = first_strip - 1; strip < end_strip; ++strip) {
     const float factor = 1.0f / total;
     threadgroup const float* of_this = exchange + uint(group * (OWN * 64) + lane_row * 8 + lane_column);
     const int column = (part * (K_CHUNKS * 4) + slot * (OWN / (K_COLUMNS / 2) * 4) + lane_column / 2) * K_COLUMNS;
-    device float* to = partial_out + (ulong(partial_row + head) * DV + uint(column));
+    device T* to = partial_out + (ulong(partial_row + head) * DV + uint(column));
     const int left = slot == 0 || DV_PART == SLOTS * OWN ? OWN : DV_PART - OWN;
     #pragma clang loop unroll(full)
     for (int i = 0; i < OWN; ++i) {
       const int more = i / (K_COLUMNS / 2) * (K_COLUMNS * 4) + i % (K_COLUMNS / 2) * 2;
       if (i < left && column + more < DV) {
-        to[more] = (own[i].thread_elements()[0] + of_this[i * 64]) * factor;
-        to[more + 1] = (own[i].thread_elements()[1] + of_this[i * 64 + 1]) * factor;
+        to[more] = T((own[i].thread_elements()[0] + of_this[i * 64]) * factor);
+        to[more + 1] = T((own[i].thread_elements()[1] + of_this[i * 64 + 1]) * factor);
       }
     }
   }

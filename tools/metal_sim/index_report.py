@@ -65,7 +65,7 @@ INDEX_SHAPES = (
     IndexShape(4096, 16, 64, 1, 1.0),
     IndexShape(8192, 24, 64, 1, 1.0),
     IndexShape(8192, 64, 32, 3, 1.0),
-    IndexShape(8192, 128, 64, 6, 1.0),
+    IndexShape(4096, 128, 64, 6, 1.0),
 )
 
 

@@ -80,7 +80,7 @@ class SelectedLatents:
         )
 
     def __call__(self, inputs: list[Any], kind: Kind, ranges: Ranges, num_cores: int) -> tuple[mx.array, mx.array]:
-        """Return the outputs of all ranges, and their log-sum-exps.
+        """Return the outputs of all ranges, [partial rows, Dv], and their log-sum-exps, [partial rows] float32.
 
         A threadgroup takes all registers of a core. If the ranges do not use all cores, the heads are divided among
         threadgroups, each of which reads the latents. Each head has the same bits in any division.
@@ -108,6 +108,6 @@ class SelectedLatents:
             grid=(ranges.num_items * THREADS, -(-strips // strips_of_group), 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[(partial_rows, shape.v_head_dim), (partial_rows,)],
-            output_dtypes=[mx.float32, mx.float32],
+            output_dtypes=[shape.dtype, mx.float32],
         )
         return partial_out, partial_lse
