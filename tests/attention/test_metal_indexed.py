@@ -33,7 +33,7 @@ SEGMENTS = [(1, 3), (5, 0), (1, 40), (1, 43), (1, 200), (4, 30), (11, 4), (1, 7)
 SMALL = {"num_heads": 4, "head_dim": 12, "v_head_dim": 8}
 MIDDLE = {"num_heads": 20, "head_dim": 48, "v_head_dim": 32}
 DEEPSEEK = {"num_heads": 20, "head_dim": 576, "v_head_dim": 512}
-# Heads of more than one tile, the last of which are fewer than eight.
+# 28 heads need two tiles of 24 heads. The last 8 heads are incomplete.
 MANY_HEADS = {"num_heads": 28, "head_dim": 80, "v_head_dim": 64}
 
 

@@ -2,8 +2,8 @@
 
 ``paged_attention_selected`` holds the queries and outputs of at most 24 heads in registers, so each 24 heads read the
 latents again. ``selected_latents`` holds 64 latents in registers, and computes the heads one after another. It
-splits each list into ranges of as many latents, and writes the output of each range. It is used for the rows of decodes
-and drafts: the ranges of a long chunk would take too much memory.
+splits each list into ranges of as many latents, and writes the output of each range. It computes
+the rows of decodes and drafts. The ranges of a long chunk would take too much memory.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class SelectedLatents:
     def __call__(self, inputs: list[Any], kind: Kind, ranges: Ranges, num_cores: int) -> tuple[mx.array, mx.array]:
         """Return the outputs of all ranges, [partial rows, Dv], and their log-sum-exps, [partial rows] float32.
 
-        A threadgroup takes all registers of a core. If the ranges do not use all cores, the heads are divided among
-        threadgroups, each of which reads the latents. Each head has the same bits in any division.
+        A threadgroup takes all registers of a core. Spare cores compute some of the heads: each
+        range then has several threadgroups, and each of these reads the latents. Each head has the same bits in any division.
 
         Args:
             inputs: arrays of the kernel's inputs, in their order.

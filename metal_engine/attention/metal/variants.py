@@ -275,8 +275,10 @@ def _fragments(dim: int, columns: int, parts: int) -> int:
 
 
 def columns_of_loads(shape: AttentionShape, parts: int) -> tuple[int, int, int]:
-    """Return the columns of a key that a lane loads at a time, the same for a latent's position part, and the
-    fragments of a key in each part.
+    """Return the division of a key in direct items.
+
+    Returns:
+        Columns of a key that a lane loads at a time, the same for a latent's position part, and fragments in each part.
     """
     if not shape.is_latent:
         columns = _columns_of_load(shape.head_dim, shape, parts)
