@@ -82,8 +82,8 @@ class SelectedLatents:
     def __call__(self, inputs: list[Any], kind: Kind, ranges: Ranges, num_cores: int) -> tuple[mx.array, mx.array]:
         """Return the outputs of all ranges, [partial rows, Dv], and their log-sum-exps, [partial rows] float32.
 
-        A threadgroup takes all registers of a core. Spare cores compute some of the heads: each
-        range then has several threadgroups, and each of these reads the latents. Each head has the same bits in any division.
+        A threadgroup takes all registers of a core. Spare cores compute some of the heads: each range then has several
+        threadgroups, and each of these reads the latents. Each head has the same bits in any division.
 
         Args:
             inputs: arrays of the kernel's inputs, in their order.
