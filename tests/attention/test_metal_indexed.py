@@ -33,6 +33,7 @@ SEGMENTS = [(1, 3), (5, 0), (1, 40), (1, 43), (1, 200), (4, 30), (11, 4), (1, 7)
 SMALL = {"num_heads": 4, "head_dim": 12, "v_head_dim": 8}
 MIDDLE = {"num_heads": 20, "head_dim": 48, "v_head_dim": 32}
 DEEPSEEK = {"num_heads": 20, "head_dim": 576, "v_head_dim": 512}
+NAN_IN_SLOT_0 = 9  # a seed; a kernel that reads this slot for missing keys fails
 # 28 heads need two tiles of 24 heads. The last 8 heads are incomplete.
 MANY_HEADS = {"num_heads": 28, "head_dim": 80, "v_head_dim": 64}
 
@@ -101,7 +102,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "two tiles of index heads": ([(1, 40), (35, 9)], 9, 70, 136, mx.float32, SMALL),
     "decode of many index heads": ([(1, 1299)], 9, 70, 136, mx.float32, SMALL),
     "split lists": ([(1, 2200), (3, 700)], 520, 9, 128, mx.bfloat16, DEEPSEEK),
-    "many heads": ([(1, 300), (6, 70)], 72, 9, 64, mx.float16, MANY_HEADS),
+    "many heads": ([(1, 300), (6, 70)], 72, 9, 64, mx.float16, MANY_HEADS | {"seed": NAN_IN_SLOT_0}),
     "DeepSeek's many heads": ([(1, 300)], 150, 9, 64, mx.bfloat16, DEEPSEEK | {"num_heads": 28}),
     "blocks": (SEGMENTS, 0, 2, 40, mx.float32,
                {"num_heads": 6, "head_dim": 16, "blocks": SelectionSize(4, 8, 2)}),
