@@ -181,7 +181,12 @@ MUTANTS = (
     *(Mutant(LATENTS_ONCE, _BARRIER, "", which=i) for i in range(5)),
     Mutant(LATENTS_ONCE, "key_begin + (slot * HELD + h) * 8", "key_begin + h * 8"),
     Mutant(LATENTS_ONCE, "key < key_end, k_loaded", "true, k_loaded"),
-    Mutant(LATENTS_ONCE, "key < key_end, rest_loaded", "true, rest_loaded"),
+    Mutant(
+        LATENTS_ONCE,
+        "key < key_end, rest_loaded",
+        "true, rest_loaded",
+        equivalent="the position part only makes scores, and those of missing keys are replaced",
+    ),
     Mutant(LATENTS_ONCE, "own_key < key_end ? score", "own_key <= key_end ? score"),
     Mutant(LATENTS_ONCE, "list_rows[list_row * 2 + 1]", "0"),
     Mutant(LATENTS_ONCE, "uint(list_rows[list_row * 2])", "0"),
