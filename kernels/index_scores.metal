@@ -5,6 +5,12 @@
 //
 //     scores[r, j] = sum over heads h of weights[r, h] * max(0, queries[r, h] . index_keys[j])     for j <= position of r
 //
+// With BY_HEAD, each head has scores of its own: the largest products of a head with 8 keys each.
+//
+//     scores[r, h, f] = max over j in 8 f .. 8 f + 7 of queries[r, h] . index_keys[j]
+//
+// The scores of the last keys that a row sees are then undefined, if they are fewer than 8.
+//
 // A threadgroup has ROW_TILE consecutive rows of one request, and a range of its keys. Each SIMD group loads HELD
 // fragments of 8 keys into registers, once for all rows of the tile. For each row, the threadgroup copies the queries of
 // HEADS heads to threadgroup memory, where all SIMD groups multiply them with their keys. Keys after a tile's last row
@@ -15,7 +21,7 @@
 //
 // Grid: (ranges of keys * THREADS, tiles of rows, requests).
 // Template: T (of queries and keys), H (heads), D (head dim, a multiple of 8), HEADS (a multiple of 8), HELD, ROW_TILE,
-// BLOCK_SIZE.
+// BLOCK_SIZE, BY_HEAD (`weights` is not read).
 
 constexpr int COLUMNS = 16 / sizeof(T);  // columns of a load
 constexpr int CHUNKS = divided_up(D, COLUMNS * 4);
@@ -58,6 +64,7 @@ for (int begin = first_key; begin < key_end; begin += STEP) {
   }
   for (int row = first_row; row < end_row; ++row) {
     const uint packed = uint(rows[row * 3]);
+    const int last_key = min(rows[row * 3 + 1], key_end - 1);
     float sums[HELD];  // of this lane's key and two heads of each fragment
     #pragma clang loop unroll(full)
     for (int h = 0; h < HELD; ++h) {
@@ -78,7 +85,7 @@ for (int begin = first_key; begin < key_end; begin += STEP) {
           }
         }
         for (int i = tid; i < HEADS; i += THREADS) {
-          staged_weights[i] = head + i < H ? float(weights[packed * H + head + i]) : 0.0f;
+          staged_weights[i] = !BY_HEAD && head + i < H ? float(weights[packed * H + head + i]) : 0.0f;
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         is_staged = H <= HEADS && end_row - first_row == 1;
@@ -100,6 +107,25 @@ for (int begin = first_key; begin < key_end; begin += STEP) {
             simdgroup_multiply_accumulate(products[h], keys[h][d], of_heads, products[h]);
           }
         }
+        if (BY_HEAD) {
+          #pragma clang loop unroll(full)
+          for (int h = 0; h < HELD; ++h) {
+            const int key = begin + (h * GROUPS + group) * 8;
+            #pragma clang loop unroll(full)
+            for (int e = 0; e < 2; ++e) {
+              float most = products[h].thread_elements()[e];
+              // The eight keys of a head differ in bits 1, 2 and 4.
+              most = max(most, simd_shuffle_xor(most, ushort(2)));
+              most = max(most, simd_shuffle_xor(most, ushort(4)));
+              most = max(most, simd_shuffle_xor(most, ushort(16)));
+              const int own = head + f * 8 + lane_column + e;
+              if (lane_row == 0 && own < H && key <= last_key) {
+                scores[(ulong(row) * H + own) * divided_up(num_keys, 8) + key / 8] = most;
+              }
+            }
+          }
+          continue;
+        }
         const float weight0 = staged_weights[f * 8 + lane_column];
         const float weight1 = staged_weights[f * 8 + lane_column + 1];
         #pragma clang loop unroll(full)
@@ -109,14 +135,13 @@ for (int begin = first_key; begin < key_end; begin += STEP) {
         }
       }
     }
-    const int last_key = min(rows[row * 3 + 1], key_end - 1);
     #pragma clang loop unroll(full)
     for (int h = 0; h < HELD; ++h) {
       // The four lanes of a key differ in bits 0 and 3.
       sums[h] += simd_shuffle_xor(sums[h], ushort(1));
       sums[h] += simd_shuffle_xor(sums[h], ushort(8));
       const int key = begin + (h * GROUPS + group) * 8 + lane_row;
-      if (lane_column == 0 && key <= last_key) {
+      if (!BY_HEAD && lane_column == 0 && key <= last_key) {
         scores[ulong(row) * num_keys + key] = sums[h];
       }
     }

@@ -43,7 +43,7 @@ if (splits == 0) {
     const int at_split = (first + s * stride) * num_kv_heads + kv_head;
     const float weight = fast::exp2(logs[s] - peak);
     total += weight;
-    sum += weight * partial_out[ulong(at_split) * D + column];
+    sum += weight * float(partial_out[ulong(at_split) * D + column]);
   }
   out[at] = T(sum / total);
 }

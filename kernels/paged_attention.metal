@@ -30,7 +30,7 @@
 // HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_IMAGES (rows of images see later rows of their image), and how the work is shared out: variants.py. Where the host defines TENSOR_OPS, the
 // staged way multiplies with Metal's tensor operations (attention_tensor.metal); where it defines QUANTIZED, the cache holds
 // groups of GROUP_SIZE integers of BITS bits, each with a scale and a bias (attention_quantized.metal). Where it defines
-// SELECTED, a row of `selected` lists the positions of the keys of one token, and an item's range of keys is a range of
+// SELECTED, a row of `selected` lists the positions of the keys of one token and KV head, and an item's range of keys is a range of
 // the list. `list_rows` has the token of each list, and its request. Rows of the output are in the order of the lists.
 
 constexpr float WEIGHT_SHIFT = is_same_v<T, half> ? 14.0f : 0.0f;
@@ -116,7 +116,7 @@ const int key_end = items[item + 4];
 #ifdef SELECTED
 const int list_row = items[item + 5];
 const int table_row = list_rows[list_row * 2 + 1] * int(block_table_shape[1]);
-const device int* list = selected + list_row * int(selected_shape[1]);
+const device int* list = selected + (list_row * num_kv_heads + kv_head) * int(selected_shape[2]);
 const int to_queries = (list_rows[list_row * 2] - list_row) * G;  // from rows of the output to rows of q
 #else
 const int table_row = items[item + 5] * int(block_table_shape[1]);

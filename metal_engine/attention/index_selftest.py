@@ -24,6 +24,7 @@ from metal_engine.attention.kernel_selftest import (
 )
 from metal_engine.attention.kernel_selftest import running as running_on_device
 from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.indexed import select_keys
 from metal_engine.kv_cache.rows import StepRows
@@ -31,7 +32,7 @@ from metal_engine.kv_cache.spec import IndexSpec
 from metal_engine.kv_cache.state import IndexState, StateSnapshot
 
 SEGMENTS = [(1, 2499), (40, 590), (1, 29)]  # (tokens, context tokens); rows of the chunk see more or fewer keys
-TOP_K = 600
+TOP_K = 600  # keys
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,32 @@ def unsupported_index(metal: MetalBackend, index: IndexKind, kinds: Sequence[Att
     assert metal.index_kernels is not None
     if why := metal.index_kernels.unsupported(queries, index.spec, block_size):
         return why
-    return "" if any(kind.spec.latent_dim is not None for kind in kinds) else "no layer has latents"
+    return "" if selecting_kinds(metal, index, kinds, block_size) else "the layers of the index"
+
+
+def selecting_kinds(
+    metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKind], block_size: int
+) -> list[AttentionKind]:
+    """Return the kinds of layers that attend to selected keys in the kernel."""
+
+    def is_supported(kind: AttentionKind) -> bool:
+        try:
+            metal.kind_of((kind.dtype, kind.num_heads, kind.spec, block_size), False, False, None, is_selected=True)
+        except UnsupportedAttentionError:
+            return False
+        is_plain = not (kind.has_window or kind.has_softcap or kind.sinks)
+        return is_plain and kind.spec.num_kv_heads == (1 if index.has_weights else index.num_heads)
+
+    return list(filter(is_supported, kinds))
+
+
+def tried_size(size: SelectionSize) -> SelectionSize:
+    """Return a size at which the steps of the trial select keys."""
+    return replace(size, top_k=TOP_K // size.block_size)
 
 
 def try_index(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKind], block_size: int) -> None:
-    """Select keys, and attend to them in each kind of layer with latents.
+    """Select keys, and attend to them in each kind of layer that the index may belong to.
 
     Args:
         metal: backend of the kernels.
@@ -73,7 +95,7 @@ def try_index(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKi
         KernelFailedError: a kernel does not build or run here, or its results are wrong.
     """
     rows = shuffled_rows(SEGMENTS, block_size)
-    queries, state = random_index(replace(index, size=SelectionSize(TOP_K)), rows)
+    queries, state = random_index(replace(index, size=tried_size(index.size)), rows)
     backend = metal.splitting()
     with running_on_device():
         selection = select_random(backend, rows, queries, state)
@@ -82,9 +104,8 @@ def try_index(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKi
     if not np.array_equal(np.sort(selected), np.sort(expected)):
         summary = "selects other keys than MLX's operations on this device"
         raise KernelFailedError(summary, f"queries and contexts of {SEGMENTS}: {summary}")
-    for kind in kinds:
-        if kind.spec.latent_dim is not None:
-            _compare(backend, kind, rows, selection)
+    for kind in selecting_kinds(metal, index, kinds, block_size):
+        _compare(backend, kind, rows, selection)
 
 
 def _compare(backend: MetalBackend, kind: AttentionKind, rows: StepRows, selection: KeySelection) -> None:
@@ -97,7 +118,7 @@ def _compare(backend: MetalBackend, kind: AttentionKind, rows: StepRows, selecti
 
 def select_random(backend: MetalBackend, rows: StepRows, queries: IndexQueries, state: IndexState) -> KeySelection:
     """Return the kernels' selection for a step in which a request has more keys than it selects."""
-    plan = plan_selection(rows, queries.size.top_k, queries.dims)
+    plan = plan_selection(rows, queries.size.num_keys, queries.dims)
     assert plan is not None
     return backend.for_step(rows).select_keys(plan, queries, state, lambda positions: positions)
 

@@ -1,7 +1,7 @@
 """Attention to the keys that an index selects (sparse attention): the plan of a step, and the selection of a layer.
 
 MLX's operations select keys and attend to them on any device (:mod:`metal_engine.attention.portable.indexed`). On
-Metal, kernels do this for DeepSeek's index (:mod:`metal_engine.attention.metal.indexed`).
+Metal, kernels do this (:mod:`metal_engine.attention.metal.indexed`).
 
 An index stores a key for each token. In a step, it scores every key j of a row's own request. Row r attends to the
 ``top_k`` visible keys with the largest scores. DeepSeek's index has one score for all heads::
@@ -58,6 +58,11 @@ class SelectionSize:
     @property
     def num_keys(self) -> int:
         return self.top_k * self.block_size
+
+    def num_seen(self, positions: np.ndarray) -> np.ndarray:
+        """Return the number of selected keys that rows see, by their positions. A row's own block must be local."""
+        last = (self.top_k - 1) * self.block_size + positions % self.block_size + 1
+        return np.minimum(positions + 1, last)
 
 
 @dataclass(frozen=True)
@@ -178,12 +183,13 @@ class KeySelection:
         plan: plan of the step.
         positions: for each tile, positions of the selected keys, [T, R, G, K] int32. G is 1, or the number of KV heads
             if each KV head has its own keys. A position is -1 if a row sees fewer keys.
-        is_sorted: True if each row's positions rise, with -1 at the end. The kernel requires this order.
+        sorted_size: number of keys that a row selects, if each row's positions rise, with -1 at the end. The kernel
+            requires this order. None for any other order.
     """
 
     plan: SelectionPlan
     positions: list[mx.array]
-    is_sorted: bool = False
+    sorted_size: SelectionSize | None = None
 
     def by_row(self) -> np.ndarray:
         """Return the selected positions of each packed row, [N, G, K] int32. -1 for no key, and for other requests."""

@@ -138,6 +138,12 @@ class EngineCore:
     def _forget(self, request_id: str, status: RequestStatus) -> None:
         self.scheduler.finish_request(request_id, status)
         self._prompt_logprobs.pop(request_id, None)
+        self._release_own_caches()
+
+    def _release_own_caches(self) -> None:
+        """Free mlx-lm's own caches of the last request. With other requests, the next step frees them."""
+        if self.config.model.alone and not self.has_requests and not self._has_released:
+            self._has_released = self.runner.release_cache()
 
     def release_memory(self) -> None:
         """Free the KV cache until the next request, unless there are requests. Cached prefixes are lost."""
@@ -261,6 +267,7 @@ class EngineCore:
         if self._prompt_logprobs:
             self._add_prompt_logprobs(outputs, model_output.prompt_logprobs)
         self.metrics.produced(outputs, started, time.monotonic())
+        self._release_own_caches()
         return outputs
 
     def _add_prompt_logprobs(self, outputs: list[RequestOutput], parts: dict[str, PromptLogprobs]) -> None:

@@ -200,8 +200,8 @@ def test_each_shape_has_one_kernel() -> None:
     without, having = MetalBackend(ordinary), MetalBackend(calls, tensor_ops=True)
     assert not without.has_tensor_ops and having.has_tensor_ops
     attention = {"paged_attention", "paged_attention_quantized", "merge_splits"}
-    of_index = {"index_scores", "index_select", "paged_attention_selected", "paged_attention_selected_quantized"}
-    assert set(ordinary.texts) == attention | of_index
+    selected = {"paged_attention_selected", "paged_attention_selected_quantized", "selected_latents"}
+    assert set(ordinary.texts) == attention | selected | {"index_scores", "index_select"}
     assert {name: calls.texts[name] for name in ordinary.texts} == ordinary.texts
     assert "mpp::" not in ordinary.texts["paged_attention"]
     for name in ("paged_attention_tensor", "paged_attention_tensor_quantized"):

@@ -79,7 +79,7 @@ def test_alone_in_chunks_then_preempted_ahead_then_after_a_failed_step(
     engine = engine_of(architecture, behind=True, num_blocks=22, enable_prefix_caching=False)
     assert outputs_of(engine)[0] == mlx_lms_tokens(architecture)
     assert engine.scheduler.num_preemptions
-    assert len(engine.runner.pool.own_caches.pending()) <= ARRAYS_OF_A_REQUEST
+    assert not engine.runner.pool.own_caches.pending()  # no step comes after the last request
     engine = engine_of(architecture, enable_prefix_caching=False)
     original, calls = AloneModel.forward, iter(range(100))
 
@@ -128,6 +128,7 @@ def test_alone_beside_a_grammar_a_stop_string_and_an_abort(architecture: str, dt
     assert re.fullmatch("[a-c]{7}", texts["in the grammar"])
     assert token_ids(outputs["plain"]) == expected[4]
     assert not outputs["aborted"][-1].finish_reason
+    assert not engine.runner.pool.own_caches.pending()
     assert engine.scheduler.blocks.num_used_blocks == 0
 
 

@@ -18,6 +18,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from metal_engine.attention.indexed import SelectionSize
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -209,8 +211,13 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "youtu_llm": ("16/16x192:128",),
 }
 
-# model_type -> heads and head_dim of an index that the kernels support, and the number of keys that a row selects.
-INDEXES: dict[str, tuple[int, int, int]] = {"deepseek_v32": (64, 128, 2048), "glm_moe_dsa": (32, 128, 2048)}
+# model_type -> heads and head_dim of an index, and the number of keys that a row selects. Heads of an index of blocks
+# have scores of their own.
+INDEXES: dict[str, tuple[int, int, SelectionSize]] = {
+    "deepseek_v32": (64, 128, SelectionSize(2048)),
+    "glm_moe_dsa": (32, 128, SelectionSize(2048)),
+    "minimax_m3_vl": (4, 128, SelectionSize(16, 128, 1)),
+}
 
 # model_type -> recurrent layers. Architectures whose recurrences use mlx-lm's own functions have only their
 # convolutions here, if any.

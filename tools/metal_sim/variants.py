@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionKind
-from metal_engine.attention.indexed import IndexQueries, SelectionSize, plan_selection
+from metal_engine.attention.indexed import IndexQueries, plan_selection
 from metal_engine.attention.metal.backend import MetalBackend, MetalStep
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, Cut, tried_cuts
 from metal_engine.attention.metal.kinds import shape_of
@@ -237,21 +237,21 @@ class Recorder:
                 softcap=SOFTCAP if layer.softcap else None,
                 sinks=mx.zeros((layer.num_heads,), dtype) if layer.sinks else None,
             )
-            if layer.is_latent:
+            if sinks is None and not (layer.window or layer.softcap):
                 self._record_indexes(attention, rows, q, state)
 
     def _record_indexes(self, attention: MetalStep, rows: StepRows, q: mx.array, state: KVState) -> None:
-        """Record the kernels of models whose index selects the latents of a layer."""
+        """Record the kernels of models whose index selects the keys of a layer."""
         needed_by = self.models
         for model in sorted(needed_by & INDEXES.keys()):
             self.models = {model}
-            heads, head_dim, top_k = INDEXES[model]
+            heads, head_dim, size = INDEXES[model]
             keys = IndexState(IndexSpec(head_dim, q.dtype))
             keys.allocate(_NUM_BLOCKS, rows.block_size)
             queries = mx.zeros((rows.num_tokens, heads, head_dim), q.dtype)
             weights = mx.zeros((rows.num_tokens, heads), q.dtype)
-            index = IndexQueries(queries, weights, SelectionSize(top_k))
-            plan = plan_selection(rows, top_k, index.dims, GPU_LIMITS)
+            index = IndexQueries(queries, weights if size.block_size == 1 else None, size)
+            plan = plan_selection(rows, size.num_keys, index.dims, GPU_LIMITS)
             if plan is not None:
                 selection = attention.select_keys(plan, index, keys, lambda positions: positions)
                 attention.attend(q, state, scale=1.0, selection=selection)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -106,13 +106,14 @@ class MetalStep:
     ) -> mx.array:  # [N, Hq, Dv], dtype of q; for latents, the latent_dim columns
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`.
 
-        MLX's operations attend to keys that they have selected, and to other keys than latents.
+        MLX's operations attend to keys that they have selected.
         """
         if selection is not None:
-            if selection.is_sorted and state.spec.latent_dim is not None:
-                kind = self.backend.kind_of(shape_key(q, state), False, False, None)
+            size = selection.sorted_size
+            if size is not None and selection.positions[0].shape[2] == state.spec.num_kv_heads:
+                kind = self.backend.kind_of(shape_key(q, state), False, False, None, is_selected=True)
                 self._check(q, state, kind.shape, None)
-                attend_tile = self._selected.attention(self, kind, q, state, scale)
+                attend_tile = self._selected.attention(self, kind, q, state, scale, size)
             else:
                 attend_tile = tile_attention(q, state, scale, selection.plan.limits)
             return attend_selected(selection, self, self.backend.for_step, q, state, scale, attend_tile)
@@ -178,7 +179,7 @@ class MetalStep:
     def select_keys(self, plan: SelectionPlan, index: IndexQueries, state: IndexState, common: Common) -> KeySelection:
         """See :meth:`metal_engine.attention.backend.StepAttention.select_keys`.
 
-        MLX's operations select blocks of keys, and keys of shapes that the kernels do not support.
+        MLX's operations select keys of shapes that the kernels do not support.
         """
         kernels = self.backend.index_kernels
         if kernels is None or kernels.unsupported(index, state.spec, self.rows.block_size):
@@ -188,7 +189,7 @@ class MetalStep:
             common(kernels.select(self._selected.tables(tile), index, state, self.block_table, target))
             for tile in plan.tiles
         ]
-        return KeySelection(plan, positions, is_sorted=True)
+        return KeySelection(plan, positions, index.size)
 
     @property
     def block_table(self) -> mx.array:
@@ -278,21 +279,29 @@ class MetalBackend:
         return self.attention_for(shape) in (self.tensor_attention, self.quantized_tensor_attention)
 
     def kind_of(
-        self, key: ShapeKey, has_window: bool, has_softcap: bool, sinks: mx.Dtype | None, has_images: bool = False
+        self,
+        key: ShapeKey,
+        has_window: bool,
+        has_softcap: bool,
+        sinks: mx.Dtype | None,
+        has_images: bool = False,
+        is_selected: bool = False,
     ) -> Kind:
         """Return the shape, variant and template arguments of a kind of layer. Each kind is computed once.
 
         Args:
             has_images: True if rows of images attend to later rows.
+            is_selected: True for attention to selected keys. Nothing is staged, because only direct items look up keys.
 
         Raises:
             UnsupportedAttentionError: the kernel does not support the shape.
         """
-        whole_key = (key, has_window, has_softcap, sinks, has_images)
+        whole_key = (key, has_window, has_softcap, sinks, has_images, is_selected)
         kind = self._kinds.get(whole_key)
         if kind is None:
             dtype, num_heads, spec, _ = key
             cut = self.cuts.get(AttentionKind(spec, num_heads, dtype, has_window, has_softcap, sinks), DEFAULT_CUT)
+            cut = replace(cut, staged_parts=0) if is_selected else cut
             kind = make_kind(make_shape(*key), cut, has_window, has_softcap, sinks is not None, has_images)
             self._kinds[whole_key] = kind
         return kind
@@ -337,6 +346,11 @@ class MetalBackend:
     def for_step(self, rows: StepRows) -> MetalStep:
         """Return a step's attention. Work items are planned when the first layer of a kind attends."""
         return MetalStep(rows, self)
+
+    @property
+    def num_cores(self) -> int:
+        """Approximate number of cores of the GPU."""
+        return self.target_threadgroups // THREADGROUPS_PER_CORE
 
     def threadgroups_of(self, per_core: int) -> int:
         """Return the approximate number of threadgroups of a request, for a cut's number of threadgroups per core."""

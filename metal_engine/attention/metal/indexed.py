@@ -1,10 +1,11 @@
-"""Attention to the keys that DeepSeek's index selects, by kernels: scores, selection, and attention to selected keys.
+"""Attention to the keys that an index selects, by kernels: scores, selection, and attention to selected keys.
 
 Each kernel runs once per tile of a :class:`~metal_engine.attention.indexed.SelectionPlan`::
 
     index_scores               scores of all keys that a tile's rows see, [T * R, S] float32
     index_select               positions of the keys with the largest scores, [T * R, top_k] int32, rising
-    paged_attention_selected   attention over latents, each row with its own list of positions
+    paged_attention_selected   attention, each row, or each KV head of a row, with its own list of positions
+    selected_latents           the same for decodes with many heads over latents
     merge_splits               if the lists are split
 
 Lists are planned as contexts: each row is a decode whose context is its list. A list of a tile of several requests is
@@ -14,18 +15,26 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.indexed import AttendTile, IndexQueries, Tile
+from metal_engine.attention.indexed import AttendTile, IndexQueries, SelectionSize, Tile
 from metal_engine.attention.metal.attention_kernel import KernelFactory, attention_kernel
 from metal_engine.attention.metal.kinds import Kind
-from metal_engine.attention.metal.planning import WorkItems, plan_work_items
+from metal_engine.attention.metal.planning import MAX_SPLITS, WorkItems, plan_work_items
+from metal_engine.attention.metal.selected_latents import (
+    RANGE_KEYS,
+    Ranges,
+    SelectedLatents,
+    plan_ranges,
+    reads_latents_once,
+)
 from metal_engine.attention.metal.variants import BLOCK_SIZES, GROUPS, THREADS
+from metal_engine.attention.portable.indexed import keys_of_blocks, largest_of_blocks, with_local_blocks
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, DTYPES, kernel_text, on_device
 from metal_engine.kv_cache.quantized import numbers_of_groups
 from metal_engine.kv_cache.rows import step_rows
@@ -36,6 +45,7 @@ if TYPE_CHECKING:
     from metal_engine.attention.metal.backend import MetalStep
 
 MAX_INDEX_DIM = 256
+KEYS_OF_SCORE = 8  # keys with one score of each head, if heads have scores of their own
 ROW_TILE = 32  # rows of a request that share the loads of an index key
 SELECT_GROUPS = 16  # SIMD groups that select the keys of a row
 _STAGED_BYTES = 16 << 10  # threadgroup memory for the queries of some index heads
@@ -54,12 +64,23 @@ class TileTables:
     tile: Tile
     rows: mx.array = field(init=False)
     lists: mx.array = field(init=False)
+    _blocks: dict[tuple[int, int], mx.array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tile = self.tile
-        requests = tile.requests.repeat(tile.own_positions.shape[1])
-        rows = np.stack([tile.packed, tile.own_positions.ravel(), requests], axis=1).astype(np.int32)
+        rows = self._rows()
         self.rows, self.lists = on_device(rows), on_device(np.ascontiguousarray(rows[:, [0, 2]]))
+
+    def _rows(self) -> np.ndarray:
+        requests = self.tile.requests.repeat(self.tile.own_positions.shape[1])
+        return np.stack([self.tile.packed, self.tile.own_positions.ravel(), requests], axis=1).astype(np.int32)
+
+    def blocks(self, block_size: int, num_heads: int) -> mx.array:
+        """Return (packed row, block of the row, request) of each row and head of an index of blocks, [T * R * G, 3]."""
+        if (block_size, num_heads) not in self._blocks:
+            rows = self._rows().repeat(num_heads, axis=0)
+            rows[:, 1] //= block_size
+            self._blocks[block_size, num_heads] = on_device(rows)
+        return self._blocks[block_size, num_heads]
 
     @property
     def num_rows(self) -> int:
@@ -76,6 +97,7 @@ class IndexKernels:
     Attributes:
         attention: kernel of attention to selected keys.
         quantized_attention: the same for quantized latents.
+        selected_latents: kernel of the same attention for decodes with many query heads.
     """
 
     def __init__(self, kernel_factory: KernelFactory) -> None:
@@ -95,30 +117,64 @@ class IndexKernels:
         )
         self.attention = attention_kernel(kernel_factory, selected=True)
         self.quantized_attention = attention_kernel(kernel_factory, selected=True, quantized=True)
+        self.selected_latents = SelectedLatents(kernel_factory)
 
     def unsupported(self, index: IndexQueries, spec: IndexSpec, block_size: int) -> str:
         """Return the property of an index that the kernels do not support, or an empty string."""
         size, dtype = index.size, index.queries.dtype
-        if index.weights is None or size.block_size > 1 or size.num_local:
-            return "an index of blocks"
+        if index.weights is None and (size.block_size % KEYS_OF_SCORE or not size.num_local):
+            return f"an index of blocks of {size.block_size} keys, of which {size.num_local} are local"
+        if index.weights is not None and (size.block_size > 1 or size.num_local):
+            return "an index of blocks with weights"
         if dtype not in DTYPES or dtype != spec.dtype:
             return f"{dtype} queries of an index over {spec.dtype} keys".replace("mlx.core.", "")
         if spec.head_dim % 8 or spec.head_dim > MAX_INDEX_DIM:
             return f"an index with head_dim {spec.head_dim}"
-        if size.top_k < DEVICE_ELEMENTS:
-            return f"a selection of {size.top_k} keys"
+        if size.num_keys < DEVICE_ELEMENTS:
+            return f"a selection of {size.num_keys} keys"
         return "" if block_size in BLOCK_SIZES else f"an index with block size {block_size}"
 
     def select(
         self, tables: TileTables, index: IndexQueries, state: IndexState, block_table: mx.array, target: int
-    ) -> mx.array:  # [T, R, 1, top_k] int32; rising, with -1 at the end if a row sees fewer keys
-        """Return the positions of the keys that the rows of a tile select.
+    ) -> mx.array:  # [T, R, G, num_keys] int32; rising, with -1 at the end if a row sees fewer keys
+        """Return the positions of the keys that the rows of a tile select. G is 1, or the heads of an index of blocks.
 
         Args:
             target: approximate number of threadgroups that compute scores.
         """
-        assert index.weights is not None
-        tile, top_k = tables.tile, index.size.top_k
+        tile, size = tables.tile, index.size
+        scores = self._score(tables, index, state, block_table, target)
+        shape = tile.own_positions.shape
+        if index.weights is not None:
+            return self._largest(scores, tables.rows, size.top_k).reshape(*shape, 1, size.top_k)
+        num_heads = index.dims.num_heads
+        of_blocks = largest_of_blocks(scores.reshape(*shape, num_heads, -1), size.block_size // KEYS_OF_SCORE)
+        of_blocks = with_local_blocks(of_blocks, tile, size)
+        rows = tables.blocks(size.block_size, num_heads)
+        blocks = self._largest(of_blocks.flatten(0, 2), rows, size.top_k).reshape(*shape, num_heads, size.top_k)
+        return keys_of_blocks(blocks, tile.positions[..., None], size.block_size)
+
+    def _largest(self, scores: mx.array, rows: mx.array, top_k: int) -> mx.array:
+        """Return the positions of the largest scores, [rows, S] float32 -> [rows, top_k] int32."""
+        num_rows, num_scores = scores.shape
+        (positions,) = self._select(
+            inputs=[scores, rows, mx.array([num_scores, top_k], mx.int32)],
+            template=[("SIMD_GROUPS", SELECT_GROUPS)],
+            grid=(num_rows * SELECT_GROUPS * 32, 1, 1),
+            threadgroup=(SELECT_GROUPS * 32, 1, 1),
+            output_shapes=[(num_rows, top_k)],
+            output_dtypes=[mx.int32],
+        )
+        return positions
+
+    def _score(
+        self, tables: TileTables, index: IndexQueries, state: IndexState, block_table: mx.array, target: int
+    ) -> mx.array:
+        """Return the scores of a tile's keys, [T * R, S] float32.
+
+        Without weights, returns the largest score of each 8 keys for each head, [T * R * G, S / 8].
+        """
+        tile, by_head = tables.tile, index.weights is None
         num_requests, num_rows = tile.own_positions.shape
         _, num_heads, head_dim = index.queries.shape
         dtype = index.queries.dtype
@@ -130,7 +186,8 @@ class IndexKernels:
         keys_of_group = -(-tile.num_keys * row_tiles * num_requests // (target * step)) * step
         (scores,) = self._scores(
             inputs=[
-                *(index.queries, index.weights, state.arrays["index_keys"], block_table, tables.rows),
+                *(index.queries, index.queries if by_head else index.weights, state.arrays["index_keys"]),
+                *(block_table, tables.rows),
                 mx.array([num_rows, keys_of_group, tile.num_keys], mx.int32),
             ],
             template=[
@@ -141,21 +198,18 @@ class IndexKernels:
                 ("HELD", held),
                 ("ROW_TILE", ROW_TILE),
                 ("BLOCK_SIZE", state.block_size),
+                ("BY_HEAD", by_head),
             ],
             grid=(-(-tile.num_keys // keys_of_group) * THREADS, row_tiles, num_requests),
             threadgroup=(THREADS, 1, 1),
-            output_shapes=[(tables.num_rows, tile.num_keys)],
+            output_shapes=[
+                (tables.num_rows * num_heads, -(-tile.num_keys // KEYS_OF_SCORE))
+                if by_head
+                else (tables.num_rows, tile.num_keys)
+            ],
             output_dtypes=[mx.float32],
         )
-        (positions,) = self._select(
-            inputs=[scores, tables.rows, mx.array([tile.num_keys, top_k], mx.int32)],
-            template=[("SIMD_GROUPS", SELECT_GROUPS)],
-            grid=(tables.num_rows * SELECT_GROUPS * 32, 1, 1),
-            threadgroup=(SELECT_GROUPS * 32, 1, 1),
-            output_shapes=[(tables.num_rows, top_k)],
-            output_dtypes=[mx.int32],
-        )
-        return positions.reshape(num_requests, num_rows, 1, top_k)
+        return scores
 
 
 @dataclass(frozen=True)
@@ -172,7 +226,8 @@ class SelectedRows:
     """Tables of the tiles of one step, created once for all layers."""
 
     _tables: dict[int, TileTables] = field(default_factory=dict)
-    _items: dict[tuple[int, ...], _ListItems] = field(default_factory=dict)
+    _items: dict[tuple[Hashable, ...], _ListItems] = field(default_factory=dict)
+    _ranges: dict[tuple[Hashable, ...], Ranges] = field(default_factory=dict)
 
     def tables(self, tile: Tile) -> TileTables:
         """Return the tables of a tile."""
@@ -180,11 +235,13 @@ class SelectedRows:
             self._tables[id(tile)] = TileTables(tile)
         return self._tables[id(tile)]
 
-    def attention(self, step: MetalStep, kind: Kind, q: mx.array, state: KVState, scale: float) -> AttendTile:
-        """Return the function that computes a layer's attention of a tile to selected latents."""
+    def attention(
+        self, step: MetalStep, kind: Kind, q: mx.array, state: KVState, scale: float, size: SelectionSize
+    ) -> AttendTile:
+        """Return the function that computes a layer's attention of a tile to selected keys."""
 
         def attend(tile: Tile, positions: mx.array) -> list[mx.array]:
-            return [self._attend(step, kind, q, state, scale, tile, positions)]
+            return [self._attend(step, kind, q, state, scale, size, tile, positions)]
 
         return attend
 
@@ -195,25 +252,41 @@ class SelectedRows:
         q: mx.array,  # [N, Hq, D]
         state: KVState,
         scale: float,
+        size: SelectionSize,
         tile: Tile,
-        positions: mx.array,  # [T, R, 1, top_k]
+        positions: mx.array,  # [T, R, G, K]
     ) -> mx.array:  # [T * R, Hq, Dv]
         backend, shape, kernels = step.backend, kind.shape, step.backend.index_kernels
         assert kernels is not None
-        tables, top_k = self.tables(tile), positions.shape[-1]
-        target = backend.threadgroups_of(kind.cut.threadgroups_per_core)
-        lists = self._list_items(kind, tile, top_k, target if tile.is_group else max(1, target // tables.num_rows))
-        partial_shape = (max(DEVICE_ELEMENTS, lists.items.num_partial_rows), 1, shape.v_head_dim)
+        tables, positions = self.tables(tile), positions.flatten(0, 1)
         out_shape = (tables.num_rows, shape.num_heads, shape.v_head_dim)
+        merge_options = {
+            "template": kind.merge_template,
+            "grid": (shape.v_head_dim, shape.num_heads, tables.num_rows),
+            "threadgroup": (min(shape.v_head_dim, THREADS), 1, 1),
+            "output_shapes": [out_shape],
+            "output_dtypes": [q.dtype],
+        }
+        numbers = backend.constant([scale, 0.0], mx.float32)
+        if tile.is_group and reads_latents_once(kind) and size.num_keys <= MAX_SPLITS * RANGE_KEYS:
+            ranges = self._ranges_of(tile, size, shape.num_heads)
+            inputs = [q, state.keys, step.block_table, ranges.items, numbers, positions[:, 0], tables.lists]
+            partials = kernels.selected_latents(inputs, kind, ranges, backend.num_cores)
+            # The merge reads its first input only for rows without ranges.
+            (merged,) = backend.merge(inputs=[q, *partials, ranges.merge_rows, backend.no_sinks], **merge_options)
+            return merged
+        target = backend.threadgroups_of(kind.cut.threadgroups_per_core)
+        lists = self._list_items(kind, tile, size, target if tile.is_group else max(1, target // tables.num_rows))
+        partial_shape = (max(DEVICE_ELEMENTS, lists.items.num_partial_rows), shape.num_kv_heads, shape.v_head_dim)
         kernel: Callable[..., Any] = kernels.quantized_attention if shape.bits else kernels.attention
         out, partial_out, partial_lse = kernel(
             inputs=[
                 *(q, state.keys, state.values, *numbers_of_groups(state), step.block_table, lists.table),
-                *(backend.constant([scale, 0.0], mx.float32), backend.constant([0], mx.int32), backend.no_sinks),
-                *(positions.reshape(-1, top_k), tables.lists),
+                *(numbers, backend.constant([0], mx.int32), backend.no_sinks),
+                *(positions, tables.lists),
             ],
             template=kind.template,
-            grid=(len(lists.items.table) * THREADS, 1, 1),
+            grid=(len(lists.items.table) * THREADS, shape.num_kv_heads, 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[out_shape, partial_shape, partial_shape[:2]],
             output_dtypes=[q.dtype, mx.float32, mx.float32],
@@ -221,27 +294,29 @@ class SelectedRows:
         if lists.merge_rows is None:
             return out
         (merged,) = backend.merge(
-            inputs=[out, partial_out, partial_lse, lists.merge_rows, backend.no_sinks],
-            template=kind.merge_template,
-            grid=(shape.v_head_dim, shape.num_heads, tables.num_rows),
-            threadgroup=(min(shape.v_head_dim, THREADS), 1, 1),
-            output_shapes=[out_shape],
-            output_dtypes=[q.dtype],
+            inputs=[out, partial_out, partial_lse, lists.merge_rows, backend.no_sinks], **merge_options
         )
         return merged
 
-    def _list_items(self, kind: Kind, tile: Tile, top_k: int, target: int) -> _ListItems:
+    def _ranges_of(self, tile: Tile, size: SelectionSize, num_heads: int) -> Ranges:
+        """Return the ranges of a tile's lists."""
+        key = (id(tile), size, num_heads)
+        if key not in self._ranges:
+            self._ranges[key] = plan_ranges(size.num_seen(tile.own_positions.ravel()), num_heads)
+        return self._ranges[key]
+
+    def _list_items(self, kind: Kind, tile: Tile, size: SelectionSize, target: int) -> _ListItems:
         """Return the work items of a tile's lists: each list is the context of one decode."""
-        variant, group = kind.variant, kind.shape.group
-        key = (id(tile), top_k, group, variant.bk, variant.tile_rows, target)
+        variant, group, num_kv_heads = kind.variant, kind.shape.group, kind.shape.num_kv_heads
+        key = (id(tile), size, group, num_kv_heads, variant.bk, variant.tile_rows, target)
         if key not in self._items:
-            lengths = np.minimum(tile.own_positions.ravel() + 1, top_k).astype(np.int32)
-            no_blocks = np.zeros((len(lengths), -(-top_k // kind.shape.block_size)), np.int32)
+            lengths = size.num_seen(tile.own_positions.ravel()).astype(np.int32)
+            no_blocks = np.zeros((len(lengths), -(-size.num_keys // kind.shape.block_size)), np.int32)
             rows = step_rows(no_blocks, lengths - 1, np.ones_like(lengths), kind.shape.block_size)
             items = plan_work_items(
                 rows,
                 group=group,
-                num_kv_heads=1,
+                num_kv_heads=num_kv_heads,
                 window=None,
                 chunk=None,
                 target_threadgroups=target,

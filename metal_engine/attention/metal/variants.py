@@ -185,14 +185,8 @@ def variant_of(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> KernelVariant:
     parts = _parts(widest, strips)
     if shape.bits and shape.dtype.size == 2:
         parts = _parts_of_groups(shape, strips, parts)
-    rest = shape.head_dim - shape.v_head_dim if shape.is_latent else 0
-    if shape.is_latent:
-        v_columns = k_columns = _columns_of_load(shape.v_head_dim, shape, parts)
-        rest_columns = _columns_of_load(rest, shape, parts)
-    else:
-        k_columns = rest_columns = _columns_of_load(shape.head_dim, shape, parts)
-        v_columns = _columns_of_load(shape.v_head_dim, shape, parts)
-    fragments = _fragments(shape.head_dim - rest, k_columns, parts) + _fragments(rest, rest_columns, parts)
+    k_columns, rest_columns, fragments = columns_of_loads(shape, parts)
+    v_columns = k_columns if shape.is_latent else _columns_of_load(shape.v_head_dim, shape, parts)
     # Registers of a lane for one row fragment of queries, or for one key fragment. A fragment of the output takes two.
     registers = fragments * shape.dtype.size // 2
     rows_registers = strips * (registers + 2 * _fragments(shape.v_head_dim, v_columns, parts))
@@ -278,6 +272,21 @@ def _parts_of_groups(shape: AttentionShape, strips: int, parts: int) -> int:
 def _fragments(dim: int, columns: int, parts: int) -> int:
     """Return the number of fragments of ``dim`` columns in each part, if a lane loads ``columns`` at a time."""
     return -(-dim // (4 * columns * parts)) * columns // 2
+
+
+def columns_of_loads(shape: AttentionShape, parts: int) -> tuple[int, int, int]:
+    """Return the division of a key in direct items.
+
+    Returns:
+        Columns of a key that a lane loads at a time, the same for a latent's position part, and fragments in each part.
+    """
+    if not shape.is_latent:
+        columns = _columns_of_load(shape.head_dim, shape, parts)
+        return columns, columns, _fragments(shape.head_dim, columns, parts)
+    rest = shape.head_dim - shape.v_head_dim
+    k_columns, rest_columns = (_columns_of_load(dim, shape, parts) for dim in (shape.v_head_dim, rest))
+    fragments = _fragments(shape.v_head_dim, k_columns, parts) + _fragments(rest, rest_columns, parts)
+    return k_columns, rest_columns, fragments
 
 
 def _columns_of_load(dim: int, shape: AttentionShape, parts: int) -> int:

@@ -10,7 +10,16 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from metal_engine.attention.indexed import NOT_SEEN, AttendTile, Common, IndexQueries, KeySelection, SelectionPlan, Tile
+from metal_engine.attention.indexed import (
+    NOT_SEEN,
+    AttendTile,
+    Common,
+    IndexQueries,
+    KeySelection,
+    SelectionPlan,
+    SelectionSize,
+    Tile,
+)
 from metal_engine.attention.portable.exp2 import LOG2E
 from metal_engine.attention.portable.groups import Limits
 from metal_engine.attention.portable.planning import MASKED
@@ -35,7 +44,7 @@ def select_keys(
         scores = _scores(plan, tile, index, state, last)
         positions = largest(scores, tile.positions[..., None] // index.size.block_size, index.size.top_k)
         if index.size.block_size > 1:
-            positions = _keys_of_blocks(positions, tile.positions[..., None], index.size.block_size)
+            positions = keys_of_blocks(positions, tile.positions[..., None], index.size.block_size)
         selected.append(common(positions))
         last = [selected[-1]]
     return KeySelection(plan, selected)
@@ -59,17 +68,22 @@ def _scores(plan: SelectionPlan, tile: Tile, index: IndexQueries, state: IndexSt
         if block_size > 1:
             # A key after the row must not be the largest of its block.
             is_visible = mx.arange(lo, lo + keys.shape[1]) <= tile.positions[..., None]
-            by_head = _largest_of_blocks(mx.where(is_visible, by_head, -mx.inf), block_size)
+            by_head = largest_of_blocks(mx.where(is_visible, by_head, -mx.inf), block_size)
         scores.append(by_head)
         last = [by_head]
     whole = scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1)
-    if index.size.num_local:
-        blocks, own = mx.arange(whole.shape[-1]), tile.positions[..., None] // block_size
-        whole = mx.where((blocks <= own) & (blocks > own - index.size.num_local), mx.inf, whole)
-    return whole
+    return with_local_blocks(whole, tile, index.size)
 
 
-def _largest_of_blocks(scores: mx.array, block_size: int) -> mx.array:
+def with_local_blocks(scores: mx.array, tile: Tile, size: SelectionSize) -> mx.array:
+    """Return the scores of a tile's blocks, [T, R, G, number of blocks], with infinite scores of local blocks."""
+    if not size.num_local:
+        return scores
+    blocks, own = mx.arange(scores.shape[-1]), tile.positions[..., None] // size.block_size
+    return mx.where((blocks <= own) & (blocks > own - size.num_local), mx.inf, scores)
+
+
+def largest_of_blocks(scores: mx.array, block_size: int) -> mx.array:
     """Return the largest score of each block, [..., L] -> [..., number of blocks]. The last block may be incomplete."""
     missing = -scores.shape[-1] % block_size
     if missing:
@@ -77,7 +91,7 @@ def _largest_of_blocks(scores: mx.array, block_size: int) -> mx.array:
     return scores.reshape(*scores.shape[:-1], -1, block_size).max(axis=-1)
 
 
-def _keys_of_blocks(blocks: mx.array, positions: mx.array, block_size: int) -> mx.array:
+def keys_of_blocks(blocks: mx.array, positions: mx.array, block_size: int) -> mx.array:
     """Return the positions of the keys in selected blocks, [..., K] -> [..., K * block_size]; -1 for unseen keys."""
     keys = blocks[..., None] * block_size + mx.arange(block_size)
     keys = mx.where(blocks[..., None] >= 0, keys, NOT_SEEN).flatten(-2)

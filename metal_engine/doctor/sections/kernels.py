@@ -14,13 +14,14 @@ from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.choice import BackendChoice
 from metal_engine.attention.index_selftest import (
     SEGMENTS,
-    TOP_K,
     IndexKind,
     random_index,
     select_random,
+    selecting_kinds,
+    tried_size,
     unsupported_index,
 )
-from metal_engine.attention.indexed import KeySelection, SelectionSize
+from metal_engine.attention.indexed import KeySelection
 from metal_engine.attention.kernel_selftest import attend_random, random_state, selftest_steps, shuffled_rows
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
@@ -130,28 +131,25 @@ def index_errors(metal: MetalBackend, index: IndexKind, kinds: Sequence[Attentio
         yield not_measured(name, f"MLX's operations select keys: the kernels do not support {why}")
         return
     rows = shuffled_rows(SEGMENTS, _BLOCK_SIZE)
-    queries, keys = random_index(replace(index, size=SelectionSize(TOP_K)), rows)
+    queries, keys = random_index(replace(index, size=tried_size(index.size)), rows)
     backend, selection, note = metal.splitting(), None, ""
-    assert queries.weights is not None
     arrays = (queries.queries, queries.weights, keys.arrays["index_keys"])
-    expected = selected_keys(rows, TOP_K, *(np.array(array.astype(mx.float32)) for array in arrays))
+    numbers = (None if array is None else np.array(array.astype(mx.float32)) for array in arrays)
+    expected = selected_keys(rows, queries.size, *numbers)  # type: ignore[arg-type]
     try:
         selection = select_random(backend, rows, queries, keys)
-        wrong = float((selection.by_row()[:, 0] != expected).any(axis=1).sum())
+        wrong = float((selection.by_row() != expected).any(axis=(1, 2)).sum())
     except KERNEL_ERRORS as failed:
         wrong, note = failed_kernel(failed)
     yield Figure(name, wrong, promise=at_most(0, required=True, flag=MLX_FLAG), note=note, is_simulated=not has_metal())
-    for kind in () if wrong else kinds:
-        if kind.spec.latent_dim is not None:
-            name = f"attention to selected keys, {kind}: largest error of a row"
-            promise = at_most(tolerance(TOLERANCE[kind.dtype]), required=True, flag=MLX_FLAG)
-            try:
-                error, note = _error(backend, kind, SEGMENTS, selection), ""
-            except UnsupportedAttentionError:  # reported by attention_errors
-                continue
-            except KERNEL_ERRORS as failed:
-                error, note = failed_kernel(failed)
-            yield Figure(name, error, promise=promise, note=note, is_simulated=not has_metal())
+    for kind in () if wrong else selecting_kinds(metal, index, kinds, _BLOCK_SIZE):
+        name = f"attention to selected keys, {kind}: largest error of a row"
+        promise = at_most(tolerance(TOLERANCE[kind.dtype]), required=True, flag=MLX_FLAG)
+        try:
+            error, note = _error(backend, kind, SEGMENTS, selection), ""
+        except KERNEL_ERRORS as failed:
+            error, note = failed_kernel(failed)
+        yield Figure(name, error, promise=promise, note=note, is_simulated=not has_metal())
 
 
 def _error(
@@ -183,7 +181,7 @@ def _reference(kind: AttentionKind, rows: StepRows, state: KVState, selection: K
         rows.seq_lens.tolist(),
         rows.block_table,
         sinks=None if sinks is None else np.array(sinks.astype(mx.float32)),
-        selected=None if selection is None else selection.by_row()[:, 0],
+        selected=None if selection is None else selection.by_row(),
         **attend_options(kind),
     )
 

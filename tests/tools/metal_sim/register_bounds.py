@@ -36,6 +36,7 @@ BOUNDS: tuple[tuple[str, Bound], ...] = (
     (r"^(short_convolution|merge_splits) ", Bound(outside=0, loop_size=500, threadgroups=4)),
     (r"^index_scores ", Bound(outside=0, loop_size=8_000, threadgroups=2)),
     (r"^index_select ", Bound(outside=0, loop_size=2_000)),
+    (r"^selected_latents ", Bound(outside=0, loop_size=8_000)),
     # Integers, scales and the numbers of a fragment leave room for one threadgroup. This is so with wide heads, with 24
     # rows, with a window and sinks, and with two row fragments if nothing is staged.
     (r"^paged_attention_quantized \w+ (128, group (20|24)|192:128,.* sinks|256|512|latent)", Bound(loop_size=12_000)),

@@ -142,6 +142,7 @@ def test_a_row_of_shapes_is_read() -> None:
     [
         *("gated_delta", "merge_splits", "paged_attention", "paged_attention_quantized", "paged_attention_tensor"),
         *("paged_attention_selected", "paged_attention_selected_quantized", "index_scores", "index_select"),
+        "selected_latents",
         *("paged_attention_tensor_quantized", "short_convolution", "ssm_update"),
     ],
 )

@@ -21,7 +21,7 @@ from tools.metal_sim.variants import DTYPES, Variant, record_variants
 KERNELS = (
     "paged_attention", "paged_attention_quantized", "paged_attention_tensor", "paged_attention_tensor_quantized",
     "paged_attention_selected", "paged_attention_selected_quantized", "index_scores", "index_select",
-    "merge_splits", "gated_delta", "ssm_update", "short_convolution",
+    "selected_latents", "merge_splits", "gated_delta", "ssm_update", "short_convolution",
 )  # fmt: skip
 PROCESSES = 2
 
