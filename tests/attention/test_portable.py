@@ -22,7 +22,6 @@ from metal_engine.attention.portable.groups import (
     group_segments,
     in_lanes,
 )
-from metal_engine.kv_cache.rows import step_rows
 from tools.fixtures.packed_step import PackedStep, kv_state, make_step
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
@@ -72,37 +71,11 @@ def test_chunks_of_the_context(chunk: int, limits: Limits | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("limits", [None, TINY], ids=["cpu", "tiny"])
-def test_dtypes(limits: Limits | None, dtype: mx.Dtype) -> None:
-    check(make_step(MIXED, dtype=dtype, window=20), limits, window=20)
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 150])
 def test_larger_pieces(window: int | None, dtype: mx.Dtype) -> None:
     """Pieces have enough scores for the CPU's vectorized 2^x."""
     step = make_step([(1, 700), (150, 300), (12, 999), (100, 0), (1, 650)], dtype=dtype, window=window)
     check(step, None, window=window)
-
-
-@pytest.mark.parametrize("group", range(1, 9))
-def test_query_heads_share_kv_heads(group: int) -> None:
-    num_kv_heads = 1 + group % 3
-    check(make_step(MIXED, num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=8), TINY)
-
-
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(1, 1), (7, 7), (33, 33), (80, 80), (24, 16), (9, 20)])
-def test_head_dims(head_dim: int, v_head_dim: int) -> None:
-    check(make_step(MIXED, head_dim=head_dim, v_head_dim=v_head_dim), TINY)
-
-
-@pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_block_sizes_and_shared_blocks(block_size: int) -> None:
-    segments = [(5, 70), (1, 70), (9, 33), (1, 64), (1, 90), (30, 0)]
-    step = make_step(segments, block_size=block_size, shared_blocks=3)
-    assert step.rows.block_table[0, 0] == step.rows.block_table[1, 0]
-    for limits in (None, TINY):
-        check(step, limits)
 
 
 @pytest.mark.parametrize("limits", [None, TINY, TILED, LANES], ids=["cpu", "tiny", "tiled", "lanes"])
@@ -222,24 +195,6 @@ def steps(draw: st.DrawFn) -> tuple[PackedStep, Limits, dict[str, object]]:
 def test_any_mix(case: tuple[PackedStep, Limits, dict[str, object]]) -> None:
     step, limits, options = case
     check(step, limits, **options)
-
-
-@pytest.mark.parametrize("limits", [None, TINY], ids=["cpu", "tiny"])
-def test_alone_equals_packed(limits: Limits | None) -> None:
-    step = make_step(MIXED, window=25)
-    packed = step.attend(limits, scale=0.3, window=25)
-    cu = step.rows.cu_seqlens_q
-    for i in range(len(MIXED)):
-        assert error(step.alone(i).attend(limits, scale=0.3, window=25), packed[cu[i] : cu[i + 1]]) < 1e-5
-
-
-def test_chunks_equal_one_prefill() -> None:
-    whole = make_step([(90, 0)])
-    expected = whole.attend(scale=0.3)
-    for start in range(0, 90, 18):
-        rows = step_rows(whole.rows.block_table, np.array([start], np.int32), [18], 16)
-        chunk = PackedStep(rows, whole.q[start : start + 18], whole.k_cache, whole.v_cache)
-        assert error(chunk.attend(TINY, scale=0.3), expected[start : start + 18]) < 1e-5
 
 
 # --------------------------------------------------------------------------- what is read, computed and held
