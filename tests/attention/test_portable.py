@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.exp2 import exp2
-from metal_engine.attention.portable.groups import (
-    CPU_LIMITS,
-    GPU_LIMITS,
-    Dims,
-    Limits,
-    RowSegment,
-    group_segments,
-    in_lanes,
-)
+from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Dims, Limits
 from tools.fixtures.packed_step import PackedStep, kv_state, make_step
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
@@ -213,32 +205,6 @@ def test_a_short_decode_does_not_pay_for_a_long_one() -> None:
     units, gathered, scored = work_of([(1, 99)] * 7 + [(1, 7999)] + [(1, 99)] * 8)
     assert gathered == scored == 8000 + 15 * 100
     assert units == 2
-
-
-@pytest.mark.parametrize(
-    ("lengths", "loads"),
-    [
-        ([100] * 16, [800, 800]),
-        ([100] * 15 + [900], [1200, 1200]),
-        ([400] * 11 + [100] * 19, [3300, 3300]),  # padding counts
-        ([500, 300, 200, 100], [600, 500]),
-        ([600, 10, 10], [600, 20]),
-        ([600], [600, 0]),
-    ],
-)
-def test_two_lanes_gather_about_as_much(lengths: list[int], loads: list[int]) -> None:
-    items = [RowSegment(i, i, 1, 0, length) for i, length in enumerate(lengths)]
-    prompt = [RowSegment(90, 90, 30, 0, 30)]
-    groups = [prompt, *group_segments(items, DIMS, replace(CPU_LIMITS, group_slack=0))]
-    lanes = in_lanes(groups, DIMS, replace(CPU_LIMITS, lane_elements=0))
-    assert sorted(item.request for _, group in lanes for item in group) == [*range(len(items)), 90]
-    assert (0, prompt) in lanes
-    actual = [0, 0]
-    for lane, group in lanes:
-        actual[lane] += len(group) * max(item.num_keys for item in group) if group != prompt else 0
-    assert actual == loads
-    few = replace(CPU_LIMITS, lane_elements=sum(lengths) * 3 * 64 * 2)
-    assert in_lanes(groups, DIMS, few) == [(0, group) for group in groups]
 
 
 def test_two_streams_only_for_many_keys_on_a_cpu() -> None:

@@ -168,15 +168,15 @@ def test_an_emitted_file_is_whole_and_legal(emitted, kernel: str) -> None:
             check(unit_of("#include <metal_math>\n"), variant.name, own_files=False)
 
 
-def test_emitting_again_writes_the_same_and_removes_what_is_gone(tmp_path: Path) -> None:
-    emit(tmp_path, SMALL)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    (tmp_path / "older.metal").write_text("")
-    emit(tmp_path, SMALL)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    (tmp_path / "notes.txt").write_text("")
+def test_emitting_again_writes_the_same_and_removes_what_is_gone(emitted_small: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(emitted_small, tmp_path / "metal")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "older.metal").write_text("")
+    emit(folder, SMALL)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    (folder / "notes.txt").write_text("")
     with pytest.raises(ToolchainError, match=r"notes\.txt"):
-        emit(tmp_path, SMALL)
+        emit(folder, SMALL)
 
 
 # The workflow's script for a Mac, with a fake xcrun that fails if FAIL matches its arguments.
