@@ -144,6 +144,11 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         accept_ranks(listening, TOKEN, 3, 0.3)
 
 
+def test_the_channel_listens_where_the_group_does() -> None:
+    with listen("127.0.0.1") as listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
+
+
 def test_plans_come_through() -> None:
     new = NewRequestData("b#1", [5, 6, 7], 3, 1, [4, 9], SamplingParams(prompt_logprobs=3, temperature=0.7, seed=1))
     plan = SchedulerOutput(
