@@ -156,6 +156,14 @@ def test_what_does_not_build_goes_the_portable_way(error: Exception, caplog: pyt
     assert str(error) in record.message and "--attention-backend" in record.message
 
 
+def test_each_cause_counts_its_own_layers(caplog: pytest.LogCaptureFixture) -> None:
+    choice = auto(failing(RuntimeError(COMPILE_ERROR), HAS_WINDOW=True))
+    chosen = choice.for_layers([kind(520), kind(has_window=True), kind(has_window=True), kind()], 16)
+    assert (chosen.layers.metal, chosen.layers.portable) == (1, 3)
+    (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert "1 of 4 layers" in warning.message
+
+
 def test_a_merge_that_does_not_build_is_found_at_load() -> None:
     """Serving needs the merge kernel only for long contexts, long after load."""
 
