@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -175,6 +176,15 @@ def raising(template: dict[str, Any], num_items: int) -> float:
 
 def by_tiles(template: dict[str, Any], num_items: int) -> float:
     return MS * {(2, 1): 4, (1, 1): 1}.get((template["HELD"], template["STAGED_PARTS"]), 2)
+
+
+def test_a_candidate_that_raises_is_dropped(on: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (choice,) = choose(on(raising), tmp_path)
+    assert choice.cut == Cut(staged_parts=2)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "at most 1 key fragment held" in record.message and "too many registers" in record.message
+    assert str(KIND) in record.message
 
 
 @pytest.mark.parametrize("what", ["wrong", "raises"])
