@@ -212,8 +212,7 @@ report()
 
 
 @linux_only
-@pytest.mark.parametrize("before", ["", "import mlx.core\n"])
-@pytest.mark.parametrize("variable", ["", "libother.so"])
+@pytest.mark.parametrize(("variable", "before"), [("", ""), ("", "import mlx.core\n"), ("libother.so", "")])
 def test_a_preloaded_library_is_kept(copy: Path, tmp_path: Path, variable: str, before: str) -> None:
     report, err = run(before + "report()" + MULTIPLY, tmp_path, LD_PRELOAD=str(copy), METAL_ENGINE_BLAS=variable)
     assert_openblas(report)
