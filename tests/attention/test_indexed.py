@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from metal_engine.attention.indexed import IndexQueries, SelectionSize, plan_selection
-from metal_engine.attention.portable import indexed
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS, Limits
 from metal_engine.attention.portable.indexed import largest, select_keys
@@ -115,53 +114,6 @@ def test_rows_attend_to_the_keys_with_the_largest_scores(sizes: str, limits: str
 def test_each_kv_head_attends_to_blocks_of_its_own(blocks: SelectionSize, limits: str) -> None:
     step = IndexedStep.random(SEGMENTS, blocks=blocks, **SIZES["two KV heads"])
     assert gap(step.attend(PortableBackend(), LIMITS[limits]), step.reference()) < 2e-5
-
-
-def test_scores_of_zero_decide_in_these_steps() -> None:
-    """Otherwise the order of ties would not be tested."""
-    step = IndexedStep.random(SEGMENTS, **LATENTS)
-    keys, num_tied = np.array(step.index_state.arrays["index_keys"]), 0
-    rows = step.packed.rows
-    for row in np.flatnonzero(rows.positions >= TOP_K).tolist():
-        slots = rows.slots(int(rows.request_of_row[row]), np.arange(rows.positions[row] + 1))
-        products = np.maximum(np.array(step.index.queries)[row] @ keys[slots].T, 0)
-        is_zero = (products == 0).all(0)
-        num_selected = is_zero[step.selected(row)].sum()
-        num_tied += 0 < num_selected < is_zero.sum()
-    assert num_tied > 10
-
-
-def _highest_of_ties(scores: mx.array, positions: mx.array, top_k: int) -> mx.array:
-    num_keys = scores.shape[-1]
-    seen = mx.where(mx.arange(num_keys) <= positions, scores, -mx.inf)
-    found = mx.argpartition(seen, -top_k, axis=-1)[..., -top_k:].astype(mx.int32)
-    return mx.where(found <= positions, found, -1)
-
-
-def _first_keys(scores: mx.array, positions: mx.array, top_k: int) -> mx.array:
-    return largest(mx.zeros_like(scores), positions, top_k)
-
-
-def _future_keys(scores: mx.array, positions: mx.array, top_k: int) -> mx.array:
-    return largest(scores, mx.full(positions.shape, scores.shape[-1]), top_k)
-
-
-@pytest.mark.parametrize("mutant", [_highest_of_ties, _first_keys, _future_keys])
-def test_a_wrong_order_is_noticed(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = IndexedStep.random(SEGMENTS, **LATENTS)
-    monkeypatch.setattr(indexed, "largest", mutant)
-    assert gap(step.attend(PortableBackend()), step.reference()) > 0.01
-
-
-def test_no_selection_and_keys_of_another_request_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = IndexedStep.random(SEGMENTS, **LATENTS)
-    expected = step.reference()
-    dense = PortableBackend().for_step(step.packed.rows).attend(step.packed.q, step.packed.state, scale=SCALE)
-    assert gap(np.array(dense)[..., : step.packed.latent_dim], expected) > 0.01
-    read = IndexState.read
-    monkeypatch.setattr(IndexState, "read", lambda self, slots: read(self, mx.roll(slots, 1, axis=0)))
-    pair = IndexedStep.random([(1, 40), (1, 40)], **LATENTS)
-    assert gap(pair.attend(PortableBackend()), pair.reference()) > 0.01
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 40])

@@ -36,7 +36,6 @@ from tools.metal_sim.toolchain import run_clang
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SHAPE = AttentionShape(mx.float16, head_dim=64, v_head_dim=64, num_heads=4, num_kv_heads=2, block_size=16)
-LATENT = AttentionShape(mx.bfloat16, 576, 512, num_heads=16, num_kv_heads=1, block_size=16, is_latent=True)
 
 
 @pytest.mark.parametrize(
@@ -115,39 +114,6 @@ def test_the_work_of_every_shape_fits(cut):
             assert variant.tile_rows == 64 // variant.staged_parts
         else:
             assert variant.tile_rows == variant.strips * 8
-
-
-@pytest.mark.parametrize(
-    "head_dim, dtype, columns",
-    [
-        (128, mx.float16, 8),  # 16 bytes
-        (128, mx.float32, 4),
-        (100, mx.float16, 4),  # 200 bytes are not a multiple of 16
-        (112, mx.bfloat16, 4),  # 14 loads of 16 bytes would be two fragments more
-        (120, mx.float16, 8),
-    ],
-)
-def test_lanes_load_as_much_as_they_can(head_dim, dtype, columns):
-    assert variant_of(replace(SHAPE, dtype=dtype, head_dim=head_dim, v_head_dim=head_dim)).k_columns == columns
-
-
-def test_no_simd_group_has_too_much_of_a_wide_head():
-    """Sixteen fragments of output and queries, or eighteen for a latent, with up to 16 query heads."""
-    for dtype in DTYPES:
-        for group in (1, 8, 16):
-            for dims in ((192, 192), (192, 128), (256, 256), (512, 512)):
-                variant = variant_of(AttentionShape(dtype, *dims, group, 1, 16))
-                assert variant.strips * max(dims) // (8 * variant.parts) <= 16
-                assert not variant.staged_parts or max(dims) // (8 * variant.staged_parts) <= 16
-        variant = variant_of(replace(LATENT, dtype=dtype))
-        assert (variant.parts, variant.strips, variant.tile_rows) == (8, 2, 16)
-
-
-@pytest.mark.parametrize("num_heads, tile_rows", [(20, 24), (24, 24), (64, 24), (128, 24), (16, 16)])
-def test_tiles_of_latents(num_heads, tile_rows):
-    for dtype in (mx.float16, mx.bfloat16):
-        assert variant_of(replace(LATENT, num_heads=num_heads, dtype=dtype)).tile_rows == tile_rows
-    assert variant_of(replace(LATENT, num_heads=num_heads, dtype=mx.float32)).tile_rows == 16
 
 
 def test_step_and_arrays_must_agree():

@@ -72,14 +72,6 @@ SOME = some_of(COVERING)
 SHAPES = [pytest.param(*row, marks=[] if row in SOME else [pytest.mark.full]) for row in COVERING]
 
 
-def test_the_covering_covers():
-    for (i, first), (j, second) in itertools.combinations(enumerate(FACTORS), 2):
-        every_pair = set(itertools.product(first, second))
-        assert {(r[i], r[j]) for r in COVERING} == every_pair
-        if (i, j) != (1, 3):
-            assert {(r[i], r[j]) for r in SOME} == every_pair
-
-
 @pytest.mark.parametrize("dtype, head_dim, block_size, group", SHAPES)
 def test_shapes(dtype, head_dim, block_size, group):
     kv_heads = 1 if group > 4 else 2

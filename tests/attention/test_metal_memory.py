@@ -58,8 +58,8 @@ DECODED = [
     *(Heads(576, 512, heads, 1, is_latent=True) for heads in (16, 20)),
     Heads(48, 32, 4, 1, is_latent=True),
 ]
-A_FEW = [DECODED[2], Heads(128, 128, 4, 2), Heads(100, 100, 4, 2), Heads(192, 128, 4, 4),
-         Heads(576, 512, 16, 1, is_latent=True), Heads(128, 128, 24, 1)]  # fmt: skip
+# tests/tools/test_kernel_tools.py compares the bytes and barriers of more heads with a table.
+A_FEW = [DECODED[2], Heads(100, 100, 4, 2), Heads(576, 512, 16, 1, is_latent=True)]
 
 
 def those_in_full(heads):

@@ -21,7 +21,6 @@ from metal_engine.attention.metal.variants import (
     variant_of,
 )
 from metal_engine.kv_cache.spec import KVSpec, QuantizedKVSpec
-from metal_engine.settings.config import AttentionLayers
 from tests.attention.test_metal_host import arrays_in_memory
 from tests.support.simulated import attend, check
 from tools.fixtures.packed_step import make_step
@@ -114,14 +113,6 @@ def test_masks_and_options(bits: int, dtype: str, window: int | None, softcap: f
             check([*MIX, (40, 300)], num_heads=num_heads, num_kv_heads=num_kv_heads, is_latent=is_latent, **options)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("block_size", [8, 32])
-@pytest.mark.parametrize("quantized", [(8, 64), (4, 64)], ids=str)
-def test_long_contexts_in_blocks_of_other_sizes(quantized: Quantized, block_size: int) -> None:
-    segments = [(1, 4096), (129, 463), (512, 2048)]
-    check(segments, head_dim=128, dtype=mx.float16, quantized=quantized, block_size=block_size, shared_blocks=1)
-
-
 @pytest.mark.parametrize("quantized", [(8, 64), (4, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [mx.float16, pytest.param(mx.bfloat16, marks=pytest.mark.full)], ids=str)
 def test_numbers_are_those_of_mlx(quantized: Quantized, dtype: mx.Dtype) -> None:
@@ -138,20 +129,8 @@ def test_numbers_are_those_of_mlx(quantized: Quantized, dtype: mx.Dtype) -> None
         np.testing.assert_array_equal(attend(step, target, scale=0.2)[0], attend(plain, target, scale=0.2)[0])
 
 
-@pytest.mark.parametrize(
-    "heads",
-    [
-        {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64},
-        pytest.param({"num_heads": 24, "num_kv_heads": 1, "head_dim": 128}, marks=pytest.mark.full),
-        pytest.param(
-            {"num_heads": 20, "num_kv_heads": 1, "head_dim": 96, "v_head_dim": 64, "is_latent": True},
-            marks=pytest.mark.full,
-        ),
-    ],
-    ids=str,
-)
-def test_alone_equals_in_company(heads: dict[str, Any]) -> None:
-    step = make_step([(1, 99), (20, 41), (1, 700), (64, 0)], dtype=mx.float16, quantized=(8, 32), **heads)
+def test_alone_equals_in_company() -> None:
+    step = make_step([(1, 99), (20, 41), (1, 700), (64, 0)], dtype=mx.float16, quantized=(8, 32))
     packed, _ = attend(step, scale=0.125)
     starts = step.rows.cu_seqlens_q
     for i in range(4):
@@ -303,13 +282,6 @@ def test_the_work_of_every_shape_fits() -> None:
         assert variant.held == 1 or loaded <= 32
 
 
-@pytest.mark.parametrize("bits, held", [(8, 1), (4, 2)])
-def test_fewer_bits_leave_room_for_more_keys(bits: int, held: int) -> None:
-    shape = replace(SHAPE, head_dim=96, v_head_dim=96, group_size=32)
-    assert variant_of(replace(shape, bits=bits)).held == held
-    assert variant_of(replace(shape, bits=0, group_size=0)).held == 1
-
-
 @pytest.mark.parametrize(
     "shape",
     [
@@ -333,28 +305,6 @@ def test_arrays_stay_in_registers(shape: dict[str, Any], monkeypatch: pytest.Mon
     step = make_step([(1, 7)], dtype=mx.float16, quantized=(4, group_size), **shape)
     MetalBackend(metal_kernel).for_step(step.rows).attend(step.q, step.state, scale=1.0)
     assert not arrays_in_memory(units[0], tmp_path)
-
-
-def test_the_load_check_runs_quantized_layers(caplog: pytest.LogCaptureFixture) -> None:
-    """The check uses the layers' shapes, bits and dtype. tests/attention/test_choice.py has unsupported layers."""
-    launches: list[tuple[str, dict[str, Any]]] = []
-
-    def factory(**constructor: Any) -> Any:
-        kernel = metal_kernel(**constructor)
-
-        def call(**launch: Any) -> list[mx.array]:
-            launches.append((constructor["name"], dict(launch["template"])))
-            return kernel(**launch)
-
-        return call
-
-    kind = AttentionKind(QuantizedKVSpec(KVSpec(2, 64, 64, mx.bfloat16), 4, 32), 6, mx.bfloat16, has_window=True)
-    assert BackendChoice(MetalBackend(factory)).for_layers([kind], 16).layers == AttentionLayers(metal=1)
-    assert [name for name, _ in launches] == ["paged_attention_quantized"] * 2 + ["merge_splits"]
-    for _, template in launches[:2]:
-        assert (template["BITS"], template["GROUP_SIZE"], template["T"]) == (4, 32, mx.bfloat16)
-        assert template["HAS_WINDOW"] and template["G"] == 3
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(

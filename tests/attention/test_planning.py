@@ -89,22 +89,6 @@ def test_mutants(mutant: Mutant) -> None:
     assert caught(mutant)
 
 
-@pytest.mark.parametrize(
-    "keys, splits",
-    [
-        (511, [511]),
-        (512, [128] * 4),
-        (513, [192, 192, 129]),
-        (1000, [128] * 7 + [104]),
-        (1030, [128, 192, 192, 192, 192, 134]),
-        (5000, [128] * 2 + [192] * 24 + [136]),
-    ],
-)
-def test_splits_of_a_decode_on_40_cores(keys: int, splits: list[int]) -> None:
-    """Decodes with 8 KV heads of 4 query heads each."""
-    assert splits_of_decode(keys, target_threadgroups=FORTY_CORES) == splits
-
-
 def test_a_long_decode_has_as_many_threadgroups_as_the_device_asks_for() -> None:
     assert len(splits_of_decode(131_072, target_threadgroups=FORTY_CORES)) == FORTY_CORES // 8
 

@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.exp2 import exp2
-from metal_engine.attention.portable.groups import (
-    CPU_LIMITS,
-    GPU_LIMITS,
-    Dims,
-    Limits,
-    RowSegment,
-    group_segments,
-    in_lanes,
-)
-from metal_engine.kv_cache.rows import step_rows
+from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Dims, Limits
 from tools.fixtures.packed_step import PackedStep, kv_state, make_step
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
@@ -72,37 +63,11 @@ def test_chunks_of_the_context(chunk: int, limits: Limits | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("limits", [None, TINY], ids=["cpu", "tiny"])
-def test_dtypes(limits: Limits | None, dtype: mx.Dtype) -> None:
-    check(make_step(MIXED, dtype=dtype, window=20), limits, window=20)
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 150])
 def test_larger_pieces(window: int | None, dtype: mx.Dtype) -> None:
     """Pieces have enough scores for the CPU's vectorized 2^x."""
     step = make_step([(1, 700), (150, 300), (12, 999), (100, 0), (1, 650)], dtype=dtype, window=window)
     check(step, None, window=window)
-
-
-@pytest.mark.parametrize("group", range(1, 9))
-def test_query_heads_share_kv_heads(group: int) -> None:
-    num_kv_heads = 1 + group % 3
-    check(make_step(MIXED, num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=8), TINY)
-
-
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(1, 1), (7, 7), (33, 33), (80, 80), (24, 16), (9, 20)])
-def test_head_dims(head_dim: int, v_head_dim: int) -> None:
-    check(make_step(MIXED, head_dim=head_dim, v_head_dim=v_head_dim), TINY)
-
-
-@pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_block_sizes_and_shared_blocks(block_size: int) -> None:
-    segments = [(5, 70), (1, 70), (9, 33), (1, 64), (1, 90), (30, 0)]
-    step = make_step(segments, block_size=block_size, shared_blocks=3)
-    assert step.rows.block_table[0, 0] == step.rows.block_table[1, 0]
-    for limits in (None, TINY):
-        check(step, limits)
 
 
 @pytest.mark.parametrize("limits", [None, TINY, TILED, LANES], ids=["cpu", "tiny", "tiled", "lanes"])
@@ -224,24 +189,6 @@ def test_any_mix(case: tuple[PackedStep, Limits, dict[str, object]]) -> None:
     check(step, limits, **options)
 
 
-@pytest.mark.parametrize("limits", [None, TINY], ids=["cpu", "tiny"])
-def test_alone_equals_packed(limits: Limits | None) -> None:
-    step = make_step(MIXED, window=25)
-    packed = step.attend(limits, scale=0.3, window=25)
-    cu = step.rows.cu_seqlens_q
-    for i in range(len(MIXED)):
-        assert error(step.alone(i).attend(limits, scale=0.3, window=25), packed[cu[i] : cu[i + 1]]) < 1e-5
-
-
-def test_chunks_equal_one_prefill() -> None:
-    whole = make_step([(90, 0)])
-    expected = whole.attend(scale=0.3)
-    for start in range(0, 90, 18):
-        rows = step_rows(whole.rows.block_table, np.array([start], np.int32), [18], 16)
-        chunk = PackedStep(rows, whole.q[start : start + 18], whole.k_cache, whole.v_cache)
-        assert error(chunk.attend(TINY, scale=0.3), expected[start : start + 18]) < 1e-5
-
-
 # --------------------------------------------------------------------------- what is read, computed and held
 
 HEADS = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
@@ -258,32 +205,6 @@ def test_a_short_decode_does_not_pay_for_a_long_one() -> None:
     units, gathered, scored = work_of([(1, 99)] * 7 + [(1, 7999)] + [(1, 99)] * 8)
     assert gathered == scored == 8000 + 15 * 100
     assert units == 2
-
-
-@pytest.mark.parametrize(
-    ("lengths", "loads"),
-    [
-        ([100] * 16, [800, 800]),
-        ([100] * 15 + [900], [1200, 1200]),
-        ([400] * 11 + [100] * 19, [3300, 3300]),  # padding counts
-        ([500, 300, 200, 100], [600, 500]),
-        ([600, 10, 10], [600, 20]),
-        ([600], [600, 0]),
-    ],
-)
-def test_two_lanes_gather_about_as_much(lengths: list[int], loads: list[int]) -> None:
-    items = [RowSegment(i, i, 1, 0, length) for i, length in enumerate(lengths)]
-    prompt = [RowSegment(90, 90, 30, 0, 30)]
-    groups = [prompt, *group_segments(items, DIMS, replace(CPU_LIMITS, group_slack=0))]
-    lanes = in_lanes(groups, DIMS, replace(CPU_LIMITS, lane_elements=0))
-    assert sorted(item.request for _, group in lanes for item in group) == [*range(len(items)), 90]
-    assert (0, prompt) in lanes
-    actual = [0, 0]
-    for lane, group in lanes:
-        actual[lane] += len(group) * max(item.num_keys for item in group) if group != prompt else 0
-    assert actual == loads
-    few = replace(CPU_LIMITS, lane_elements=sum(lengths) * 3 * 64 * 2)
-    assert in_lanes(groups, DIMS, few) == [(0, group) for group in groups]
 
 
 def test_two_streams_only_for_many_keys_on_a_cpu() -> None:

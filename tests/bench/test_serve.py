@@ -6,10 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.images import PromptImages
 from metal_engine.request import PreparedRequest
 from metal_engine.scheduling.speculation.ngram import NgramProposer
+from tests.support.http_server import QuietHandler, http_server
 from tests.support.seeing import serve_seeing
 from tests.support.serving import MODEL, Served, serve
 from tests.support.speculation import propose_from, speculative_config
@@ -165,33 +164,15 @@ USAGE = json.dumps({"choices": [], "usage": {"prompt_tokens": 20, "completion_to
 def answering(events: list[str]) -> Iterator[str]:
     """Server that streams the same events to every client."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
-            self._send("application/json", b'{"data": [{"id": "m"}]}')
+            self.send_body(b'{"data": [{"id": "m"}]}')
 
         def do_POST(self) -> None:
-            self._send("text/event-stream", "".join(f"data: {e}\n\n" for e in events).encode())
+            self.send_body("".join(f"data: {e}\n\n" for e in events).encode(), "text/event-stream")
 
-        def _send(self, kind: str, body: bytes) -> None:
-            self.rfile.read(int(self.headers.get("content-length", 0)))
-            self.send_response(200)
-            self.send_header("content-type", kind)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with http_server(Handler) as url:
+        yield url
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from metal_engine.cli.banner import print_banner, startup_facts
 from metal_engine.image_input import with_largest_image
-from metal_engine.settings.config import AttentionLayers, RankInfo, VisionConfig
+from metal_engine.settings.config import RankInfo, VisionConfig
 from tests.support.seeing import VISION, seeing_config
 from tools.fixtures.fake_engine import fake_config
 
@@ -45,14 +45,6 @@ def test_facts() -> None:
         "set --generation-config to a folder with one",
         "URL": URL,
     }
-
-
-def test_what_was_measured_is_shown() -> None:
-    config = fake_config(num_blocks=1000, block_size=16, max_model_len=4000)
-    layers = AttentionLayers(metal=30, tuning="16 threadgroups a core (1.21 times as fast) for head_dim 64")
-    shown = startup_facts(dataclasses.replace(config, attention_layers=layers), URL, ("demo",))
-    assert shown["tuning"] == layers.tuning
-    assert list(shown).index("tuning") == list(shown).index("attention") + 1
 
 
 def test_how_many_tokens_more_fit_quantized() -> None:

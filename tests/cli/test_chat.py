@@ -7,11 +7,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Generator, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ from typer.testing import CliRunner
 from metal_engine.cli import chat as chat_module
 from metal_engine.cli.chat import ChatHistory, chat
 from metal_engine.cli.chat_backends import AnswerError, LocalModel, Piece, RemoteModel, ServerError, served_models
-from metal_engine.cli.chat_input import PipeInput, history_path, open_input
+from metal_engine.cli.chat_input import PipeInput
 from metal_engine.cli.chat_output import AnswerView, WordWrapper
 from metal_engine.cli.main import app
 from metal_engine.cli.server_address import find_card
@@ -31,6 +28,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.chat_args import ChatArgs
+from tests.support.http_server import QuietHandler, http_server
 from tests.support.serving import MODEL, Served
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.ports import free_port
@@ -145,11 +143,6 @@ def test_reasoning_is_no_part_of_the_conversation() -> None:
 # --- input and output ---
 
 
-def test_lines_of_a_pipe() -> None:
-    source = PipeInput(io.StringIO("one\r\ntwo\\\nand three\n\nlast\\"))
-    assert [source.read() for _ in range(5)] == ["one", "two\nand three", "", "last", None]
-
-
 def wrapped(pieces: list[str], width: int) -> str:
     out = io.StringIO()
     wrapper = WordWrapper(out.write, lambda: width)
@@ -204,14 +197,6 @@ def test_no_line_is_too_wide_and_no_word_is_broken(text: str, cuts: list[int], w
         assert shown.replace("日", " 日 ").split() == words
 
 
-def test_the_history_is_in_the_users_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert history_path() == tmp_path / "metal-engine" / "chat_history"
-    monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert history_path() == tmp_path / ".local" / "state" / "metal-engine" / "chat_history"
-
-
 # --- who answers ---
 
 
@@ -230,39 +215,21 @@ def test_a_server_answers(echoing: Served) -> None:
         list(RemoteModel(echoing.url, {"model": "other"}).answer([user("Hi")]))
 
 
-def test_leaving_an_answer_ends_the_request(served: Served) -> None:
-    answer = RemoteModel(served.url, {"model": MODEL}).answer([user("Hi")])
-    next(answer)
-    answer.close()
-    served.wait_until_idle()
-
-
-class OddServer(BaseHTTPRequestHandler):
+class OddServer(QuietHandler):
     """Answer every request with one text."""
 
     body = b""
 
     def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.body)))
-        self.end_headers()
-        self.wfile.write(self.body)
+        self.send_body(self.body)
 
     do_POST = do_GET
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
 
 
 @pytest.fixture
 def odd_server() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), OddServer)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with http_server(OddServer) as url:
+        yield url
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[1]", b'{"data": 5}', b'{"data": [{}]}', b"\xff"])
@@ -435,14 +402,3 @@ def test_a_pipe_is_read_and_written(echoing: Served) -> None:
     assert f"Talking to {MODEL} on {echoing.url}" in done.stderr.decode()
     assert done.stderr.decode().count("tokens/s]") == 2
     assert not any(module in done.stderr.decode() for module in ("Traceback", "Warning"))
-
-
-def test_an_input_that_is_no_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    os.write(writing, b"Hi\n")
-    os.close(writing)
-    with os.fdopen(reading) as stdin:
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, fileno=stdin.fileno))
-        source = open_input(tmp_path / "history")
-        assert (source.read(), source.read()) == ("Hi", None)
-    assert not (tmp_path / "history").exists()

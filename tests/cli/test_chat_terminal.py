@@ -17,10 +17,11 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from tests.support.http_server import QuietHandler, http_server
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 120.0
@@ -30,13 +31,13 @@ CONTROL = re.compile(r"\x1b\[[?\d;]*[A-Za-z]|\x1b[=>]|\x1b\][^\x07]*\x07|\r")
 CTRL_C, CTRL_D, ALT_ENTER, UP, LEFT, BACKSPACE, ENTER = "\x03", "\x04", "\x1b\r", "\x1b[A", "\x1b[D", "\x7f", "\r"
 
 
-class Shouting(BaseHTTPRequestHandler):
+class Shouting(QuietHandler):
     """Server whose model repeats the last message in capitals, or writes HA endlessly on request."""
 
     aborted = threading.Event()
 
     def do_GET(self) -> None:
-        self._send(json.dumps({"data": [{"id": "shouter", "owned_by": "somebody"}]}))
+        self.send_body(b'{"data": [{"id": "shouter", "owned_by": "somebody"}]}')
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -55,14 +56,6 @@ class Shouting(BaseHTTPRequestHandler):
             self.wfile.write(b"data: [DONE]\n\n")
         except (BrokenPipeError, ConnectionResetError):
             self.aborted.set()
-
-    def _send(self, text: str) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 def _be_a_terminals_own() -> None:
@@ -147,23 +140,18 @@ OpenTerminal = Callable[[], Terminal]
 @pytest.fixture
 def open_terminal(tmp_path: Path) -> Iterator[OpenTerminal]:
     """Opens terminals that talk to a shouting server."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Shouting)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
     terminals: list[Terminal] = []
+    with http_server(Shouting) as url:
 
-    def start() -> Terminal:
-        terminals.append(Terminal(f"http://127.0.0.1:{server.server_address[1]}", tmp_path))
-        return terminals[-1]
+        def start() -> Terminal:
+            terminals.append(Terminal(url, tmp_path))
+            return terminals[-1]
 
-    try:
-        yield start
-    finally:
-        for terminal in terminals:
-            terminal.close()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        try:
+            yield start
+        finally:
+            for terminal in terminals:
+                terminal.close()
 
 
 def test_a_conversation(open_terminal: OpenTerminal) -> None:

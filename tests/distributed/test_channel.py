@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,16 +173,16 @@ def test_plans_come_through() -> None:
     assert same.sampling_params.is_greedy and not same.sampling_params.edits_logits
 
 
-def test_plans_with_drafts_are_refused() -> None:
-    plan = SchedulerOutput(0, {"a": 2}, sampled_req_ids=["a"], scheduled_spec_decode_tokens={"a": [4]})
-    with pytest.raises(ValueError, match="drafts"):
-        encode_plan(plan)
-
-
-def test_plans_with_images_are_refused() -> None:
-    plan = SchedulerOutput(0, {"a": 2}, images_to_encode=[ImageToEncode(b"a", 1, {})])
-    with pytest.raises(ValueError, match="images"):
-        encode_plan(plan)
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"sampled_req_ids": ["a"], "scheduled_spec_decode_tokens": {"a": [4]}}, "drafts"),
+        ({"images_to_encode": [ImageToEncode(b"a", 1, {})]}, "images"),
+    ],
+)
+def test_plans_with_drafts_or_images_are_refused(more: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        encode_plan(SchedulerOutput(0, {"a": 2}, **more))
 
 
 def test_a_rank_comes_in_past_as_many_strangers_as_may_be_about_to_say_who_they_are() -> None:

@@ -22,8 +22,7 @@ CASES = [
     # Its LM head is sharded, too.
     RankCase(architecture="qwen3_5", requests="scored", ahead=True),
     RankCase(refused=5, ahead=True),
-    RankCase(aborted="1", ahead=True),
-    RankCase(late=True, ahead=True),
+    RankCase(aborted="1", late=True, ahead=True),
 ]
 MORE_CASES = [
     RankCase(),
@@ -36,6 +35,8 @@ MORE_CASES = [
     RankCase(parallel="pipeline"),
     RankCase(parallel="pipeline", ahead=True, num_blocks=TIGHT),
     RankCase(late=True),
+    RankCase(aborted="1", ahead=True),
+    RankCase(late=True, ahead=True),
 ]
 # Chunks, mixed steps and decodes. Each cache array is large compared with all other memory of a step.
 LONG, MORE_LONG = (
@@ -79,7 +80,6 @@ def test_equal_outputs(case: RankCase, on_ranks: dict[RankCase, Any]) -> None:
 
 @pytest.mark.parametrize("case", with_more(LONG, MORE_LONG), ids=lambda case: case.name)
 def test_writes_stay_in_place_on_each_rank(case: RankCase, on_ranks: dict[RankCase, Any]) -> None:
-    check_equal(case, run_case(case, make_runner(case)), on_ranks[case])
     for memory in on_ranks[case]["memory"]:
         assert memory["array"] >= 4 << 20
         assert memory["now"] < memory["array"] / 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -16,11 +15,11 @@ import pytest
 from metal_engine.doctor.references.recurrence import TOLERANCE, relative_errors
 from metal_engine.doctor.sections.common import tolerance
 from metal_engine.recurrence.metal import KERNEL_SIZES, MAX_STATE_PER_LANE, MetalRecurrence, lanes_of_state_row
+from tests.attention.test_metal_host import arrays_in_memory
 from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, SegmentLayout, SSMStep
 from tools.metal_sim import metal_kernel
-from tools.metal_sim.build import build, language_flags
+from tools.metal_sim.build import build
 from tools.metal_sim.recurrence_mutants import LENGTHS, MUTANTS, READS, Step, caught, run_case
-from tools.metal_sim.toolchain import run_clang
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # (lengths, reads)
@@ -67,16 +66,6 @@ def test_gated_delta_of_every_shape(dtype, vector_gate, heads, dims):
     for mix in (MIXES["all of them"], MIXES["decodes"]):
         options = {"heads": heads, "dims": dims, "vector_gate": vector_gate, "dtype": DTYPES[dtype]}
         assert wrong(GatedDeltaStep.make(*mix, **options)) is None
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("vector_gate", [False, True])
-@pytest.mark.parametrize("dims", [(128, 128), (256, 128), (128, 1), (128, 3)])
-def test_gated_delta_of_models_sizes(vector_gate, dims):
-    lengths = (1, 130, 1, 64, 5, *[1] * 12)
-    reads = (0, -1, 7, 3, 3, *range(12))
-    step = GatedDeltaStep.make(lengths, reads, heads=(2, 4), dims=dims, vector_gate=vector_gate, num_states=12)
-    assert wrong(step) is None
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -348,42 +337,22 @@ def test_arrays_stay_in_registers(step, monkeypatch, tmp_path):
     monkeypatch.setattr("tools.metal_sim.kernel.build", lambda unit, name: units.append(unit) or build(unit, name))
     step.run(MetalRecurrence(metal_kernel))
 
-    source, ir = tmp_path / "kernel.cl", tmp_path / "kernel.ll"
-    source.write_text(units[0])
-    flags = ["-w", "-target", "spir64", "-O2", "-emit-llvm", "-S", str(source), "-o", str(ir)]
-    assert run_clang([*language_flags(), *flags]).returncode == 0
-    assert not re.findall(r"alloca \[\d+ x .*", ir.read_text())
+    assert not arrays_in_memory(units[0], tmp_path)
 
 
 @pytest.mark.metal
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vector_gate", [False, True])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 9)])
-def test_gated_delta_on_a_mac(dtype, vector_gate, dims):
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_kernel
+def test_on_a_mac(make, dtype):
     """Run the real compiler and GPU with the simulator's error bounds."""
     lengths, reads = (1, 300, 1, 64, 5, *[1] * 12), (0, -1, 7, 3, 3, *range(12))
-    step = GatedDeltaStep.make(
-        lengths, reads, heads=(4, 8), dims=dims, vector_gate=vector_gate, dtype=DTYPES[dtype], num_states=12
-    )
-    for got, expected in zip(step.run(MetalRecurrence()), step.reference(), strict=True):
-        assert relative_errors(got, expected).max() <= tolerance(TOLERANCE[got.dtype])
-
-
-@pytest.mark.metal
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 64), (256, 9)])
-def test_ssm_update_on_a_mac(dtype, dims):
-    lengths, reads = (1, 300, 1, 64, 5, *[1] * 12), (0, -1, 7, 3, 3, *range(12))
-    step = SSMStep.make(lengths, reads, heads=(2, 8), dims=dims, dtype=DTYPES[dtype], num_states=12)
-    for got, expected in zip(step.run(MetalRecurrence()), step.reference(), strict=True):
-        assert relative_errors(got, expected).max() <= tolerance(TOLERANCE[got.dtype])
-
-
-@pytest.mark.metal
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel_size", KERNEL_SIZES)
-def test_convolution_on_a_mac(dtype, kernel_size):
-    for bias, mix in itertools.product([False, True], MIXES.values()):
-        step = ConvolutionStep.make(*mix, kernel_size=kernel_size, bias=bias, silu=bias, dtype=DTYPES[dtype])
+    if make == ConvolutionStep.make:
+        variants = [{"kernel_size": k, "bias": b, "silu": b} for k in KERNEL_SIZES for b in (False, True)]
+    else:
+        variants = [{"heads": (4, 8), "dims": dims} for dims in ((64, 64), (128, 128), (256, 9))]
+    if make == GatedDeltaStep.make:
+        variants = [{**variant, "vector_gate": gate} for variant in variants for gate in (False, True)]
+    for variant in variants:
+        step = make(lengths, reads, dtype=dtype, num_states=12, **variant)
         for got, expected in zip(step.run(MetalRecurrence()), step.reference(), strict=True):
             assert relative_errors(got, expected).max() <= tolerance(TOLERANCE[got.dtype])

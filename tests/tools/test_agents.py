@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
@@ -21,17 +17,15 @@ from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.cli.launch_tools import RunningServer
 from metal_engine.runner import model_runner
 from metal_engine.sampling_params import SamplingParams
+from tests.support.http_server import QuietHandler, http_server
 from tests.support.tiny_engine import run_all, tiny_engine
-from tools.agents import clients
-from tools.agents.__main__ import BEGIN, END, table, with_table
 from tools.agents.clients import AGENTS, environment
 from tools.agents.formats import FORMATS, Format
 from tools.agents.recorder import Exchange, read_exchanges, recording
-from tools.agents.report import Turn, TurnReport, read_log, report, row, summary
+from tools.agents.report import Turn, read_log, report, row, summary
 from tools.agents.responses import received
-from tools.agents.script import Output, next_output, note, parse_prompt, task
+from tools.agents.script import Output, next_output, note, task
 from tools.agents.scripted_model import LoggedRequest, Script, read_script, scripted_sampling, write_checkpoint
-from tools.agents.soak import AgentReport
 from tools.fixtures.fake_engine import EOS, tiny_tokenizer
 
 FILE = "note.txt"
@@ -77,13 +71,6 @@ def answered(output: Output, results: int, first: int = 0) -> list[dict[str, Any
 
 
 class TestScript:
-    @pytest.mark.parametrize("answer_format", FORMATS.values(), ids=FORMATS)
-    def test_prompts_are_parsed(self, answer_format: Format) -> None:
-        prompt = parse_prompt(rendered(RUN, CLAUDE, answer_format=answer_format), answer_format)
-        assert [one["name"] for one in prompt.tools] == ["Bash", "Read"]
-        assert [role for role, _ in prompt.messages if role != "other"] == ["user"]
-        assert parse_prompt(rendered(RUN, None, answer_format=answer_format), answer_format).tools == []
-
     def test_calls_have_the_names_and_parameters_of_the_request(self) -> None:
         command = "test 1 -lt 2 && echo 'é😀 <b>' \"ran-$((4 * 7))\""
         bash = ("Bash", {"command": command, "description": "soak", "mode": "fast"})
@@ -105,14 +92,6 @@ class TestScript:
         last = next_output(later, answer_format)
         assert last.content == f"Turn {turn} is done." and not last.calls
 
-    def test_mistral_drops_reasoning(self) -> None:
-        output = next_output(rendered(BOTH, CLAUDE, answer_format=MISTRAL), MISTRAL)
-        later = rendered(BOTH, CLAUDE, *answered(output, 2), answer_format=MISTRAL)
-        reasoning = f"[THINK]{output.reasoning}[/THINK]"
-        assert output.text.startswith(reasoning) and "[THINK]" not in later
-        assert output.text.removeprefix(reasoning) + output.end in later
-        assert next_output(later, MISTRAL).content == "Turn 4 is done."
-
     @pytest.mark.parametrize("answer_format", [HARMONY, FORMATS["llama3"]], ids=["harmony", "llama3"])
     def test_one_call_at_a_time(self, answer_format: Format) -> None:
         messages: list[dict[str, Any]] = []
@@ -127,28 +106,10 @@ class TestScript:
         assert [[name for name, _ in calls] for calls in written] == [["Bash"], ["Read"], []]
         assert output.content == "Turn 4 is done." and output.end == answer_format.end
 
-    @pytest.mark.parametrize("name", ["qwen3", "glm", "kimi_k2", "harmony"])
-    def test_reasoning_of_earlier_turns_is_left_out(self, name: str) -> None:
-        answer_format = FORMATS[name]
-        output = next_output(rendered(ANSWER, CLAUDE, answer_format=answer_format), answer_format)
-        question = {"role": "user", "content": task(5, FILE)}
-        assert output.reasoning in output.text
-        later = rendered(ANSWER, CLAUDE, *answered(output, 0), question, answer_format=answer_format)
-        assert output.content in later and output.reasoning not in later
-
     def test_a_missing_result_is_reported(self) -> None:
         said = {"role": "assistant", "content": "x"}
         output = next_output(rendered(BOTH, CLAUDE, said, {"role": "tool", "content": "ran-28"}), HERMES)
         assert output.content == "Turn 4 lacks ['note-4-end']."
-
-    def test_an_agent_may_quote_the_message(self) -> None:
-        prompt = rendered(BOTH, CLAUDE).replace(task(BOTH, FILE), f'"{task(BOTH, FILE)}"')
-        more = f"x<|im_end|>\n<|im_start|>tool\nran-28 {note(BOTH)}<|im_end|>\n<|im_start|>assistant\n"
-        assert next_output(prompt + more, HERMES).content == "Turn 4 is done."
-
-    def test_requests_without_a_task(self) -> None:
-        assert json.loads(next_output(rendered(ANSWER, None), HERMES).text) == {"title": "Soak"}
-        assert next_output("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", HERMES).turn is None
 
 
 @pytest.mark.parametrize("answer_format", FORMATS.values(), ids=FORMATS)
@@ -342,19 +303,10 @@ def test_changed_prefixes() -> None:
     assert not report(TURN, [changed], [], HERMES.marks).changes  # another conversation
 
 
-def test_table() -> None:
-    ran = AgentReport(AGENTS["codex"], [TurnReport(1)], "| a row |")
-    failed = AgentReport(AGENTS["claude"], problem="cannot be installed: no npm")
-    assert failed.has_problems and not ran.has_problems
-    text = table([failed, ran])
-    assert "| a row |" in text and text.endswith("\n\nClaude Code did not run: cannot be installed: no npm")
-    assert with_table(f"before\n{BEGIN}old\n{END}after\n", text) == f"before\n{BEGIN}{text}\n{END}after\n"
-
-
 # --- recorder and agents --------------------------------------------------------------------------------------
 
 
-class _Upstream(BaseHTTPRequestHandler):
+class _Upstream(QuietHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         self.send_response(200)
@@ -362,37 +314,15 @@ class _Upstream(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"data: " + body)
 
-    def log_message(self, *args: object) -> None:
-        """Print nothing."""
 
-
-@pytest.fixture
-def upstream() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Upstream)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_recording(upstream: str, tmp_path: Path) -> None:
+def test_recording(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    with recording(upstream, log) as url:
+    with http_server(_Upstream) as upstream, recording(upstream, log) as url:
         response = httpx.post(f"{url}/v1/x?a=1", content="é", headers={"authorization": "k"})
         assert (response.text, response.headers["x-key"]) == ("data: é", "k")
     (one,) = read_exchanges(log)
     assert (one.method, one.path, one.request, one.status, one.response) == ("POST", "/v1/x?a=1", "é", 200, "data: é")
     assert read_exchanges(tmp_path / "none") == []
-
-
-def test_a_server_that_does_not_respond_is_recorded(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    with recording("http://127.0.0.1:1", log) as url, pytest.raises(httpx.HTTPError):
-        httpx.get(f"{url}/v1/models")
-    (one,) = read_exchanges(log)
-    assert one.status == 0 and "ConnectionRefusedError" in one.response
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -410,21 +340,3 @@ def test_agents_get_the_server_and_none_of_this_shells_keys(
     assert any("127.0.0.1:9" in value for value in configured)
     assert "hi" in agent.first(server, "hi") and "hi" in agent.later(server, "hi")
     assert agent.first(server, "hi") != agent.later(server, "hi")
-
-
-def test_an_agent_that_cannot_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "cache_dir", lambda: tmp_path)
-
-    def run(*args: Any, **options: Any) -> Any:
-        return subprocess.CompletedProcess(args, 1, "", "a warning\nnpm error: no such package\n")
-
-    monkeypatch.setattr(clients.subprocess, "run", run)
-    with pytest.raises(RuntimeError, match=r"^npm error: no such package$"):
-        clients.install(AGENTS["codex"])
-
-    def missing(*args: Any, **options: Any) -> Any:
-        raise FileNotFoundError("no npm")
-
-    monkeypatch.setattr(clients.subprocess, "run", missing)
-    with pytest.raises(RuntimeError, match=r"^npm: no npm$"):
-        clients.install(AGENTS["codex"])

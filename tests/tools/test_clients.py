@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.clients import run
-from tools.clients.groups import CLIENTS, TRIES
+from tools.clients.groups import TRIES
 
 SCRIPT = """\
 import os, sys
@@ -55,29 +55,3 @@ def test_a_script_that_dies_has_failed(tmp_path: Path) -> None:
     found = attempts(tmp_path, end="raise SystemExit('gone')")
     assert found.pop("the script") == "exit status 1: gone"
     assert len(found) == 4
-
-
-def test_table() -> None:
-    tried = (run.Attempt("chat", None), run.Attempt("tools", None), run.Attempt("embeddings", "Error: a\n| b"))
-    text = run.table([run.ClientResult("one", "one-package", "1.2", tried)])
-    assert text.splitlines()[-1] == "| one | one-package 1.2 | chat, tools | embeddings: Error: a \\| b |"
-    page = f"before\n{run.BEGIN}old\n{run.END}after\n"
-    assert run.with_table(page, text) == f"before\n{run.BEGIN}{text}\n{run.END}after\n"
-
-
-def test_a_client_that_cannot_be_installed_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def install(client: object, venvs: Path) -> None:
-        raise run.subprocess.CalledProcessError(1, "pip", stderr="a warning\nERROR: no such package\n")
-
-    monkeypatch.setattr(run, "install", install)
-    result = run.try_client(CLIENTS["openai"], tmp_path, "http://127.0.0.1:9", "demo")
-    assert result.attempts == (run.Attempt("installing", "ERROR: no such package"),)
-
-
-def test_unknown_names_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["run", "--venvs", str(tmp_path), "opneai"])
-    with pytest.raises(SystemExit):
-        run.main()
-    assert "unknown: opneai" in capsys.readouterr().err

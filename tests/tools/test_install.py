@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tools.install import Progress
-
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "install.py"
 # pip's output.
 LINES = """\
@@ -30,19 +28,6 @@ print({lines!r}, end="", flush=True)
 print("ERROR: no such package", file=sys.stderr)
 sys.exit({status})
 """
-
-
-def test_what_pip_is_doing() -> None:
-    progress = Progress()
-    shown = [progress.after(line) for line in LINES.splitlines()]
-    assert shown[0] == "looking for packages"
-    assert shown[1:5] == [
-        "1 package; looking for mlx",
-        "1 package; downloading mlx (5.9 kB)",
-        "2 packages; looking for numpy",
-        "2 packages; found numpy (16.6 MB)",
-    ]
-    assert shown[5] == shown[6] == "2 packages; unpacking 3 packages"
 
 
 @pytest.mark.parametrize("status", [0, 1])

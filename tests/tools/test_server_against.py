@@ -23,12 +23,6 @@ def test_files_of_another_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         server_against.unpack("no-such-commit")
 
 
-def test_the_busiest_thread() -> None:
-    before = {1: (5.0, 1.0), 2: (9.0, 9.0)}
-    after = {1: (7.0, 1.5), 2: (9.5, 9.0), 3: (1.0, 0.25)}
-    assert server_against.busiest(before, after) == (2.0, 0.5)
-
-
 def test_the_table_has_medians_and_ratios() -> None:
     def start(speed: float) -> dict[str, server_against.Figures]:
         figures = dict.fromkeys((*server_against.FIGURES, "user_s", "system_s"), speed)

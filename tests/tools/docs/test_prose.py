@@ -13,33 +13,11 @@ from tools.docs import prose
 from tools.docs.prose_patterns import ADVICE, score
 from tools.docs.prose_sentences import Sentence, markdown_sentences, plain, python_sentences
 
-ROOT = Path(__file__).resolve().parents[3]
-
 # Pattern, a sentence that matches it and is flagged, and its rewriting.
 PAIRS = [
     ("free-relative", "What tells this machine from others.", "Return the host name of this machine."),
-    (
-        "free-relative",
-        "What OpenAI's answers and chunks of them begin with.",
-        "Fields at the start of every OpenAI response and chunk: `id`, `created` and `model`.",
-    ),
     ("no-referent", "Those of steps that failed, and of others.", "Entries of failed steps."),
-    (
-        "no-referent",
-        "Whether the step just planned does so, or the one before.",
-        "Return True if the step just planned recomputes accepted drafts.",
-    ),
-    (
-        "agency",
-        "Tell `on_frame` what steps do from now on; None: nobody.",
-        "Set the callback that receives frames. None turns frames off.",
-    ),
     ("agency", "End a load; who waits for it is told.", "Finish a load and resolve the future of its waiters."),
-    (
-        "idiom",
-        "Takes more text, cut anywhere; returns what it comes to.",
-        "Parse the next piece of text. Return the resulting deltas.",
-    ),
     ("idiom", "the states from which a step's groups go on", "the initial states of a step's groups"),
     (
         "inversion",
@@ -47,12 +25,7 @@ PAIRS = [
         "With several models, clients without the key get totals only.",
     ),
     ("fragment", "under which it is served.", "name under which the adapter is served."),
-    ("fragment", "of its own cache, which is made later.", "size of the model's future KV cache in bytes."),
-    (
-        "ellipsis",
-        "If nothing else has, it is as it was, and the rest likewise.",
-        "Without another change, the pool is unchanged.",
-    ),
+    ("ellipsis", "If nothing else has, it is as it was, and the rest likewise.", "The pool is otherwise unchanged."),
     (
         "long",
         "Where a request that has been preempted is scheduled again before its blocks have been given to another, it "
@@ -61,17 +34,9 @@ PAIRS = [
         "A preempted request reuses its cached blocks when it is scheduled again.",
     ),
     ("negations", "It is not that nothing is replayed where none is.", "Replay is enabled for this step."),
-    (
-        "pronouns",
-        "It has them if they have it, and then it is as this one is.",
-        "The two pools contain the same blocks.",
-    ),
+    ("pronouns", "It has them if they have it, and then it is as this one is.", "The two pools have the same blocks."),
     ("empty-words", "as many as are left of what there was before", "number of free blocks"),
-    (
-        "chaining",
-        "Nothing of it is there: it was made anew; others are not: they go on; so does it.",
-        "The pool is reallocated.",
-    ),
+    ("chaining", "Nothing of it is there: it was made anew; others are not: they go on.", "The pool is reallocated."),
 ]
 
 
@@ -215,16 +180,6 @@ def test_only_added_lines_are_read(repository: Path, capsys: pytest.CaptureFixtu
     assert (flagged["path"], flagged["first_line"], flagged["kind"]) == ("docs/a page.md", 5, "markdown")
 
 
-def test_paths_are_relative_to_the_current_folder(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _write(repository / "docs/a page.md", BAD, GOOD, BAD)
-    _write(repository / "gone.md", BAD, BAD)
-    monkeypatch.chdir(repository / "docs")
-    assert prose.main(["--changed-since", "HEAD"]) == 0
-    assert capsys.readouterr().out.startswith("a page.md:5: ")
-
-
 def test_a_rate_needs_some_sentences(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = repository / "docs/a page.md"
     command = ["--changed-since", "HEAD", "--max-per-1000", "70"]
@@ -243,45 +198,6 @@ def test_a_rate_needs_some_sentences(repository: Path, capsys: pytest.CaptureFix
     assert prose.main(["docs", "--max-per-1000", "900"]) == 0
 
 
-def test_nothing_to_check_without_git(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _write(tmp_path / "page.md", BAD)
-    monkeypatch.chdir(tmp_path)
-    command = ["--changed-since", "HEAD", "--max-per-1000", "0"]
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert prose.main(command) == 0
-    monkeypatch.setenv("PATH", "")
-    assert prose.main(command) == 0
-    assert "not in a git working tree" in capsys.readouterr().err
-
-
 def test_an_unknown_revision_is_an_error(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prose.main(["--changed-since", "no-such-revision"]) == 2
     assert "no-such-revision" in capsys.readouterr().err
-
-
-def test_summary(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert prose.main(["--summary"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [".", "1", "1", "1000"] in lines
-    assert ["docs", "2", "1", "500"] in lines
-    assert ["all", "3", "2", "667"] in lines
-
-
-def test_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [("tune", "riddle", "1", BAD), ("tune", "clear", "1", GOOD), ("test", "riddle", "0", GOOD)]
-    table = [("half", "label", "is_first", "sentence"), *rows]
-    (tmp_path / "labels.tsv").write_text("\n".join("\t".join(row) for row in table))
-    assert prose.main(["--labels", str(tmp_path / "labels.tsv")]) == 0
-    tune, test, both = capsys.readouterr().out.splitlines()
-    assert "precision 1.00" in tune and "recall 1.00" in tune
-    assert "recall 0.00" in test
-    assert "n=  3" in both and "riddle 1 of 2" in both
-
-
-def test_the_detector_is_easy_to_read_itself() -> None:
-    sources = [str(path) for path in sorted((ROOT / "tools/docs").glob("prose*.py"))]
-    result = prose.check(prose.all_sentences([*sources, str(Path(__file__))]))
-    assert result.total > 100
-    assert not result.exceeds(40), [one.sentence.text for one in result.flagged]

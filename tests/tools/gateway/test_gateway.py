@@ -160,20 +160,6 @@ def test_conversations_stay_where_their_kv_is(fleet: Fleet) -> None:
     assert hit_rate(fleet.url, "b", users=8, turns=4) >= possible - 0.02
 
 
-@pytest.mark.full
-def test_conversations_of_many_users_stay_where_their_kv_is() -> None:
-    config = fake_config(num_blocks=20_000, max_model_len=2000, max_num_batched_tokens=2000)
-    with ExitStack() as stack:
-        alone, *servers = [stack.enter_context(serve(config=config)) for _ in range(5)]
-        urls = [server.url for server in servers]
-        possible = hit_rate(alone.url, "a", users=40, turns=8)
-        aware = hit_rate(stack.enter_context(before(urls)), "b", users=40, turns=8)
-        in_turn = hit_rate(stack.enter_context(before(urls, "--policy", "round_robin")), "c", users=40, turns=8)
-    print(f"hit rate: {aware:.3f} of a possible {possible:.3f}; {in_turn:.3f} in turn")
-    assert aware >= possible - 0.02
-    assert in_turn < possible - 0.1, "it does not matter here which server is asked"
-
-
 # --- servers come and go ---
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.engine_child import is_running
 from tests.support.gateway import before_pair
+from tests.support.ranked_server import children_of
 from tests.support.serving import DEADLINE, wait_until
 from tools.gateway.demo import STORY
 from tools.gateway.processes import model_server, shared_store, transfer_config
@@ -71,20 +73,6 @@ class Demo:
         found = re.search(pattern, self.text)
         assert found is not None, self.text
         return found
-
-
-def children_of(pid: int) -> list[int]:
-    lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    pairs = [[int(word) for word in line.split()] for line in lines.splitlines()]
-    return [child for child, parent in pairs if parent == pid]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,8 @@ import pytest
 
 from tools.metal_sim import __main__ as command
 from tools.metal_sim.agx import listing, measure, packages
-from tools.metal_sim.agx.measure import Job, Row, job_of, jobs_for, only_way, ways_of
+from tools.metal_sim.agx.measure import Row, job_of, jobs_for, only_way, ways_of
 from tools.metal_sim.agx.packages import Packages
-from tools.metal_sim.agx.table import page, plain
 from tools.metal_sim.errors import ToolchainError
 from tools.metal_sim.variants import Recorder, Variant
 
@@ -239,17 +237,6 @@ def test_kernels_of_mlx_fit(rows: dict[str, Row]) -> None:
         assert made.threads >= row.threads
 
 
-def test_tables_and_json_have_every_row(rows: dict[str, Row], found: Packages) -> None:
-    made = list(rows.values())
-    text, markdown, fields = plain(made, 13), page(made, found), json.loads(measure.to_json(made))
-    for row in made:
-        name = f"{row.dtype}: {row.label}" if row.dtype else row.label
-        assert row.description in text and f"| {name} |" in markdown
-    assert "does not compile" in text and "Mesa 26" in markdown
-    few = next(f for f in fields if f["kernel"] == "few")
-    assert few["made"]["13"]["loops"][0]["size"] == few["made"]["13"]["loop_size"] == rows["few"].made[13].loop_size
-
-
 def test_ways_of_attention_are_compiled_by_themselves(found: Packages) -> None:
     from tests.tools.metal_sim.some_variants import some_variants
 
@@ -259,14 +246,3 @@ def test_ways_of_attention_are_compiled_by_themselves(found: Packages) -> None:
     assert max(way.made[13].code_size for way in ways) < whole.made[13].code_size
     with pytest.raises(ToolchainError, match="change WAYS"):
         only_way(variant.text.replace("STAGED_PARTS > 0", "STAGED_PARTS != 0"), "direct")
-
-
-def test_jobs_are_sorted_and_left_out_where_matrix_units_are_needed() -> None:
-    from tests.tools.metal_sim.some_variants import some_variants
-
-    jobs: list[Job] = jobs_for(some_variants())
-    names = [job.row.description for job in jobs if job.row.kernel != "MLX"]
-    assert not any("tensor" in name for name in names)
-    assert names.index("paged_attention float16 64, group 4") < names.index("paged_attention float16 160, group 4")
-    assert "paged_attention_quantized bfloat16 128, group 4, int8" in names
-    assert "paged_attention bfloat16 latent 512 + 64, group 16" in names

@@ -171,17 +171,6 @@ def test_positions_with_ragged_edges():
             np.testing.assert_array_equal(out[y, x], expected)
 
 
-def test_simdgroup_attributes():
-    source = """
-    uint i = thread_position_in_grid.x;
-    out[i] = simdgroup_index_in_threadgroup * 1000 + thread_index_in_simdgroup;
-    if (i == 0) out[96] = simdgroups_per_threadgroup * 100 + threads_per_simdgroup;
-    """
-    out = run(source, outputs={"out": ((97,), mx.uint32)}, grid=(96, 1, 1), threadgroup=(96, 1, 1))
-    np.testing.assert_array_equal(out[:96], [i // 32 * 1000 + i % 32 for i in range(96)])
-    assert out[96] == 332
-
-
 def test_atomics():
     source = """
     atomic_fetch_add_explicit(&out[0], 1u, memory_order_relaxed);
@@ -196,14 +185,6 @@ def test_atomics():
         init_value=0,
     )
     np.testing.assert_array_equal(out, [300, 299])
-
-
-def test_names_of_atomic_types():
-    source = """
-    device atomic_uint* counter = (device metal::atomic_uint*)out;
-    atomic_fetch_add_explicit(counter, 1u, memory_order_relaxed);
-    """
-    assert run(source, outputs={"out": ((1,), mx.uint32)}, init_value=0)[0] == 32
 
 
 def test_shapes_strides_and_scalars():

@@ -46,12 +46,6 @@ def test_other_step_times_are_used_and_what_is_assumed_is_said(monkeypatch, caps
     assert rows(measured) != rows(command(monkeypatch, capsys, *args))
 
 
-def test_several_processes_print_what_one_prints(monkeypatch, capsys):
-    args = ["--vary", "lost", "--replicas", "5"]
-    one, two = (rows(command(monkeypatch, capsys, *args, "--processes", str(number))) for number in (1, 2))
-    assert one == two and len(one) > 5
-
-
 @pytest.mark.parametrize("name", VARIED)
 def test_whatever_is_varied_changes_the_scenario_or_its_traffic(name):
     args = make_parser().parse_args([])
@@ -63,8 +57,9 @@ def test_whatever_is_varied_changes_the_scenario_or_its_traffic(name):
         seen.append(one)
 
 
-def test_a_store_is_varied_with_columns_of_its_own(monkeypatch, capsys):
-    text = command(monkeypatch, capsys, "--vary", "store", "lost", "--replicas", "5", "--policies", "round_robin")
+def test_a_store_is_varied_with_columns_of_its_own_and_processes_change_nothing(monkeypatch, capsys):
+    args = ("--replicas", "5", "--policies", "round_robin", "--vary")
+    text = command(monkeypatch, capsys, *args, "store", "lost", "--processes", "2")
     stores, losses = text.split("| policy | ")[1:]
     assert stores.startswith("store, MB/s") and "from store" in stores
     assert losses.startswith("replicas lost") and "from store" not in losses
@@ -72,3 +67,4 @@ def test_a_store_is_varied_with_columns_of_its_own(monkeypatch, capsys):
     assert len(rows(losses)) == len(VARIED["lost"].values)
     # No store and no loss give the same row.
     assert rows(losses)[0].split(" | ")[2:11] == rows(stores)[0].split(" | ")[2:11]
+    assert rows(command(monkeypatch, capsys, *args, "lost", "--processes", "1")) == rows(losses)

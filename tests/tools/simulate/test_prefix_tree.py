@@ -30,15 +30,6 @@ def test_what_was_not_used_for_longest_is_forgotten_ends_before_beginnings():
     assert tree.match(chain(5, 6)) == (2, 0)
 
 
-def test_a_prefix_that_one_replica_forgot_is_still_found_at_another():
-    tree = PrefixTree(2, 4)  # capacity of both replicas together
-    tree.insert(chain(1, 2), 0)
-    tree.insert(chain(1, 2), 1)
-    tree.insert(chain(8, 9), 1)
-    assert tree.match(chain(1, 2)) == (2, 1)
-    assert [tree.num_blocks(0), tree.num_blocks(1)] == [0, 4]
-
-
 PROMPTS = st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=6), st.integers(0, 2)), max_size=30)
 
 

@@ -76,14 +76,6 @@ def test_too_little_of_a_prompt_in_common_does_not_count():
     assert chooser.choose(Ask(1, chain(1, 2, 3)), ALL, EVEN) == first
 
 
-def test_where_the_replica_with_the_prefix_is_left_out_the_least_loaded_one_takes_the_prompt_and_keeps_it():
-    chooser = policy("cache_aware")
-    first = chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN)
-    assert first == 0
-    assert chooser.choose(Ask(0, chain(1, 2)), [2, 3], [0, 0, 1, 0]) == 3
-    assert chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN) == 3
-
-
 def test_exact_routing_asks_the_replicas_and_breaks_ties_by_load():
     cached = {0: 1, 1: 3, 2: 3, 3: 0}
     chooser = policy("exact", num_cached=lambda replica, hashes: cached[replica], balance_abs=3)
@@ -102,6 +94,10 @@ def test_a_replica_spills_that_is_above_the_mean_by_both_measures():
     assert not spills(1, two, [11, 33], config)
     assert spills(1, two, [11, 34], config)
     assert spills(1, two, [0, 21, 99], config)  # the third replica is not healthy
+    # A limit below the default's cap holds.
+    many, loads = range(100), [3] + [0] * 99
+    assert spills(0, many, loads, RouterConfig(balance_abs=2))
+    assert not spills(0, many, loads, RouterConfig(balance_abs=64))
 
 
 @pytest.mark.parametrize(("mean", "margin"), [(1, 4), (4, 4), (9, 6), (100, 50), (1600, 800)])
@@ -112,11 +108,6 @@ def test_a_default_of_64_is_capped_at_what_loads_differ_by_at_random(mean, margi
     for more, expected in ((margin * 0.9, False), (margin * 1.1 + 1, True)):
         loads = [mean] * num_others + [mean + more]
         assert spills(num_others, range(num_others + 1), loads, config) is expected
-
-
-def test_a_lower_limit_than_the_cap_holds():
-    assert spills(0, range(100), [3] + [0] * 99, RouterConfig(balance_abs=2))
-    assert not spills(0, range(100), [3] + [0] * 99, RouterConfig(balance_abs=64))
 
 
 def test_the_guard_looks_at_waiting_requests_and_at_the_cache():

@@ -1,5 +1,7 @@
 """Whole fleets of small size."""
 
+from functools import cache
+
 import pytest
 
 from tests.support.sweeps import sweep
@@ -16,6 +18,7 @@ STORE = StoreConfig(bandwidth=2e8, block_bytes=16 * 46_080)
 LOSS = Loss(num_replicas=2, at=100.0, noticed_after=50.0, seconds=100.0)
 
 
+@cache
 def run(num_replicas=4, policy="cache_aware", seed=0, chats_per_second=0.15, pool_blocks=1024, **changes):
     """Run a fleet and return it. All its requests count."""
     values = {"warm_up": 0.0, "period": 300.0, "scheduler": make_config(max_num_partial_prefills=4)}
@@ -94,7 +97,7 @@ def test_one_replica_does_what_the_plain_simulator_does():
 
 
 def test_a_run_depends_on_its_seed_alone():
-    first, again, other = (fates(run(store=STORE, loss=LOSS, seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (fates(run.__wrapped__(store=STORE, loss=LOSS, seed=seed)) for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
@@ -108,11 +111,6 @@ def test_policies_are_as_good_as_what_they_know():
 def test_one_replica_with_room_for_all_gets_every_possible_hit_but_what_is_still_being_computed():
     summary = summarize([run(num_replicas=1, chats_per_second=0.03, pool_blocks=16_384)])
     assert summary.possible - 0.01 <= summary.hit_rate <= summary.possible
-
-
-def test_a_small_pool_costs_hits():
-    small, large = (summarize([run(pool_blocks=blocks)]).hit_rate for blocks in (512, 8192))
-    assert small < large
 
 
 def test_a_store_brings_other_replicas_blocks_and_a_slow_one_fewer():
@@ -154,11 +152,3 @@ def test_where_all_are_overloaded_the_least_loaded_one_takes_a_request():
     router = RouterConfig(overload_usage=1e-9, poll_interval=1.0)
     summary = check_conservation(run(policy="session", router=router))
     assert summary.busiest < summarize([run(policy="session", router=RouterConfig(guarded=False))]).busiest
-
-
-def test_a_router_with_a_tight_limit_spreads_more():
-    tight, loose = (
-        summarize([run(policy="cache_aware", router=RouterConfig(balance_abs=limit, balance_capped=False))]).busiest
-        for limit in (0, 64)
-    )
-    assert tight < loose

@@ -60,17 +60,6 @@ def test_documents_come_from_templates_and_from_sampled_turns(tmp_path: Path) ->
     ]
 
 
-def test_no_time_gives_only_held_out_documents() -> None:
-    settings = AnswerSettings(minutes=0, num_documents=40, batch=8, max_tokens=12)
-    documents = make_documents(generate, Bytes(), frozenset({EOS}), settings, lambda line: None)
-    assert all(document.held_out for document in documents)
-
-
-def test_missing_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="answers"):
-        load_documents(tmp_path / "answers.npz")
-
-
 def test_packed_rows_contain_every_document_once() -> None:
     numbers = np.random.default_rng(0)
     documents = [Document(numbers.integers(1, 1000, int(n)).astype(np.int32), 8) for n in numbers.integers(12, 50, 60)]
