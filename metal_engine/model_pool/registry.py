@@ -268,7 +268,6 @@ class ModelRegistry:
     async def claim(self, load: Load, num_bytes: int) -> None:
         """Reserve ``num_bytes`` in total for a model that is being loaded. Raises as :meth:`DeviceAccess.claim`."""
         entry = load.entry
-        self.budget.check_fits(entry, num_bytes)
         if not entry.num_bytes:  # the first claim reserves at least the memory of the last load
             num_bytes = max(num_bytes, load.num_bytes)
         load.num_bytes = entry.known_bytes = num_bytes
