@@ -130,7 +130,8 @@ def test_numbers_are_those_of_mlx(quantized: Quantized, dtype: mx.Dtype) -> None
 
 
 def test_alone_equals_in_company() -> None:
-    step = make_step([(1, 99), (20, 41), (1, 700), (64, 0)], dtype=mx.float16, quantized=(8, 32))
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    step = make_step([(1, 99), (20, 41), (1, 700), (64, 0)], dtype=mx.float16, quantized=(8, 32), **heads)
     packed, _ = attend(step, scale=0.125)
     starts = step.rows.cu_seqlens_q
     for i in range(4):

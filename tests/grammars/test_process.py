@@ -96,8 +96,8 @@ def test_masks_that_take_long_on_average_end_their_output(
     steps = [pack_step(0, byte_ids("a")) for _ in range(1000)]
     for _ in range(5):
         answers, status, _ = run_forked(tokenizer, {"regex": "a{2000}"}, *steps)
-        if answers[1][:1] == MASK:  # the first mask after forking off a large process may take longer
-            break
+        if len(answers) > 1 and answers[1][:1] == MASK:
+            break  # otherwise, the first mask after forking off a large process has taken too long
     assert answers[1][:1] == MASK and answers[-1][:1] == ERROR and b"too much time" in answers[-1]
     assert status == 0
 

@@ -41,7 +41,7 @@ from tests.support.sweeps import sweep
 from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import random_model, tiny_model
 
-NUM_STEPS = 32
+NUM_STEPS = 64
 
 
 # One array for latents and positions, with 2 * 16 numbers per token, like K or V of the other models.

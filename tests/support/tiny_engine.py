@@ -106,6 +106,7 @@ def tiny_engine(
     wide = {} if kv_cache_dtype == "auto" else {"head_dim": 64}
     reference = tiny_reference(seed, settings.model.vocab_size, architecture, dtype, **wide)
     model = open_paged_model(reference, kv_cache_dtype=kv_cache_dtype)
+    settings = replace(settings, model=replace(settings.model, alone=model.alone))
     adapters = None if make_adapters is None else make_adapters(model)
     backend, scheduler_side, runner_side = PortableBackend(), *(connector or (None, None))
     drafter: Drafter | None = None

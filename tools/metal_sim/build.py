@@ -79,7 +79,7 @@ def _arena(ir: str) -> tuple[str, list[str]]:
     # The IR verifier expects debug information only on definitions, and an alias is not a definition.
     ir = pattern.sub("", ir)
     if found:
-        ir = re.sub(r"^target triple = .*$", lambda m: f"{m[0]}\n\n{arena}{table}", ir, count=1, flags=re.M)
+        ir += f"\n{arena}{table}"  # at the end, because an address within a type needs the type's definition before it
     names = [re.sub(r'^@"?_ZZ.*?E(\d+)(\w+?)"?$', lambda m: m[2][: int(m[1])], m[1]) for m in found]
     return ir, names
 
