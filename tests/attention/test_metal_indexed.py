@@ -36,7 +36,7 @@ DEEPSEEK = {"num_heads": 20, "head_dim": 576, "v_head_dim": 512}
 NAN_IN_SLOT_0 = 9  # a seed; a kernel that reads this slot for missing keys fails
 FEW_CORES = 8  # threadgroups that fill the GPU: each computes all heads
 # 28 heads need two tiles of 24 heads. The last 8 heads are incomplete.
-MANY_HEADS = {"num_heads": 28, "head_dim": 80, "v_head_dim": 64}
+MANY_HEADS = {"num_heads": 28, "head_dim": 144, "v_head_dim": 128}
 
 
 @dataclass
