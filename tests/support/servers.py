@@ -34,6 +34,7 @@ def _echo_server() -> Iterator[Served]:
 @pytest.fixture
 def served(_hash_server: Served) -> Iterator[Served]:
     """Yield a server that generates text without end. Each token depends on all earlier tokens."""
+    _hash_server.check_alive()
     yield _hash_server
     _hash_server.wait_until_idle()
 
@@ -41,6 +42,7 @@ def served(_hash_server: Served) -> Iterator[Served]:
 @pytest.fixture
 def echoing(_echo_server: Served) -> Iterator[Served]:
     """Yield a server that repeats the tokens of the prompt, then generates EOS."""
+    _echo_server.check_alive()
     yield _echo_server
     _echo_server.wait_until_idle()
 
@@ -69,6 +71,7 @@ def _tiny_server() -> Iterator[Served]:
 @pytest.fixture
 def calling(_calling_server: Served) -> Iterator[Served]:
     """Yield a server whose model thinks, says something and calls two tools: ``tests.support.calling.ANSWER``."""
+    _calling_server.check_alive()
     yield _calling_server
     _calling_server.wait_until_idle()
 
@@ -76,5 +79,6 @@ def calling(_calling_server: Served) -> Iterator[Served]:
 @pytest.fixture
 def tiny(_tiny_server: Served) -> Iterator[Served]:
     """Yield a server on a tiny model with random weights, for log probabilities and sampling."""
+    _tiny_server.check_alive()
     yield _tiny_server
     _tiny_server.wait_until_idle()

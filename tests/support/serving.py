@@ -67,6 +67,7 @@ class Served:
     engine: AsyncEngine
     runner: FakeRunner
     server: Server
+    thread: threading.Thread
     loop: asyncio.AbstractEventLoop
     num_idle_tasks: int
 
@@ -81,16 +82,21 @@ class Served:
         return self.engine._engine.core
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
 
     def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
 
     def post(self, path: str, body: object) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=DEADLINE)
 
+    def check_alive(self) -> None:
+        """Fail if the event loop has ended. The socket would still accept connections, and requests would hang."""
+        assert self.thread.is_alive(), "the server's event loop has ended: see the warning about its exception"
+
     def wait_until_idle(self) -> None:
         """Wait until no state of any request is left in the server, the engine or the block pool."""
+        self.check_alive()
         wait_until(lambda: self.engine.num_open_requests == 0, "open requests")
         if isinstance(self.engine._engine, BuiltEngine | SteppedEngine):
             wait_until(lambda: not self.core.has_requests, "requests in the engine")
@@ -151,7 +157,7 @@ def serve(
         wait_until(lambda: bool(idle_tasks) or not thread.is_alive(), "the server to start")
         assert server.started
         (loop,) = loops
-        yield Served(f"http://127.0.0.1:{server.port}", engine, runner, server, loop, *idle_tasks)
+        yield Served(f"http://127.0.0.1:{server.port}", engine, runner, server, thread, loop, *idle_tasks)
     finally:
         runner.running.set()
         server.should_exit = True

@@ -7,6 +7,7 @@ import os
 import struct
 import termios
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,13 +40,12 @@ def test_last_words(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_last_words_are_recent(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.monotonic
     errors = ErrorOutput()
     descriptor = os.dup(errors.descriptor)
     errors.start()
     os.write(descriptor, b"long ago\n")
     wait_until(lambda: bool(errors._lines), "the line")
-    monkeypatch.setattr(time, "monotonic", lambda: now() + 100.0)
+    monkeypatch.setattr(error_output, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 100.0))
     os.write(descriptor, b"now\n")
     os.close(descriptor)
     errors.wait()

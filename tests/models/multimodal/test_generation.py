@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import chain, cycle, product
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -123,7 +124,9 @@ def test_the_time_of_encoding_is_counted() -> None:
 
 def test_the_time_of_encoding_begins_after_the_previous_step(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([3.0, 5.0, 9.0])
-    monkeypatch.setattr("metal_engine.runner.features.time.monotonic", lambda: next(times))
+    # Not `time.monotonic` itself: servers of other tests run in other threads, and their event loops use it.
+    clock = SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr("metal_engine.runner.features.time", clock)
     encoding = Encoding([mx.zeros(1)], began=1.0)
     encoding.begin()
     assert [encoding.wait(), encoding.wait()] == [2.0, 2.0]

@@ -13,12 +13,12 @@ from metal_engine.server.anthropic import protocol
 from metal_engine.server.errors import APIError
 from metal_engine.settings.args import ServerArgs
 from tests.support.calling import CLAUDE_TOOLS, RECORD, USER, answering
-from tests.support.serving import MODEL, Served, serve
+from tests.support.serving import DEADLINE, MODEL, Served, serve
 from tools.fixtures.fake_engine import generated, script
 
 
 def client(served: Served, key: str = "none") -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0)
+    return anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0, timeout=DEADLINE)
 
 
 def expected_text(served: Served, messages: list[dict[str, str]], num_tokens: int) -> str:
