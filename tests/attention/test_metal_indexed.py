@@ -27,7 +27,6 @@ from tools.fixtures.packed_step import PackedStep, make_step
 from tools.metal_sim import MetalSimError, metal_kernel, record_launches
 from tools.metal_sim.mutants import Mutant, factory_of
 
-SCALE = 0.25
 # (rows, context): dense rows, decodes of similar and different lengths, drafts, chunks that cross the top-k.
 SEGMENTS = [(1, 3), (5, 0), (1, 40), (1, 43), (1, 200), (4, 30), (11, 4), (1, 7), (1, 8), (70, 25)]
 SMALL = {"num_heads": 4, "head_dim": 12, "v_head_dim": 8}
@@ -80,13 +79,18 @@ class Step:
         size = blocks or SelectionSize(top_k)
         return cls(packed, IndexQueries(given, None if blocks else factors, size), state)
 
+    @property
+    def scale(self) -> float:
+        """Return the usual scale. With a larger one, a few keys would have all the weight, and hide that of others."""
+        return float(self.packed.q.shape[-1] ** -0.5)
+
     def attend(self, attention: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the selected positions, [N, G, num_keys], and the output."""
         plan = plan_selection(self.packed.rows, self.index.size.num_keys, self.index.dims)
         assert plan is not None
         step = attention.for_step(self.packed.rows)
         selection = step.select_keys(plan, self.index, self.state, lambda positions: positions)
-        out = step.attend(self.packed.q, self.packed.state, scale=SCALE, selection=selection)
+        out = step.attend(self.packed.q, self.packed.state, scale=self.scale, selection=selection)
         return selection.by_row(), np.array(out.astype(mx.float32))[..., : self.packed.latent_dim]
 
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
@@ -94,7 +98,7 @@ class Step:
         arrays = (self.index.queries, self.index.weights, self.state.arrays["index_keys"])
         numbers = (None if array is None else np.array(array.astype(mx.float32)) for array in arrays)
         picks = selected_keys(self.packed.rows, self.index.size, *numbers)
-        return picks, self.packed.reference(scale=SCALE, selected=picks)
+        return picks, self.packed.reference(scale=self.scale, selected=picks)
 
 
 CASES: dict[str, tuple[Any, ...]] = {
