@@ -32,7 +32,7 @@ from metal_engine.server.openai.response_routes import add_response_routes
 from metal_engine.server.openai.response_store import ResponseStore
 from metal_engine.server.openai.routes import add_openai_routes
 from metal_engine.server.page.routes import WATCH, add_page
-from metal_engine.server.protocol import ErrorBody
+from metal_engine.server.response_bodies import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
 from metal_engine.server.status.registry_routes import Discover
 from metal_engine.server.status.routes import add_docs, add_model_routes, add_status_routes

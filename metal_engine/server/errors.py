@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 from metal_engine.engine.transport import EngineDeadError
 from metal_engine.errors import ContextLengthError, short
-from metal_engine.server.protocol import ErrorBody, ErrorDetail
+from metal_engine.server.response_bodies import ErrorBody, ErrorDetail
 from metal_engine.text.long_text import TextTooLongError
 
 # Key in the ASGI scope for the code of an error, which metrics count by cause.

@@ -19,7 +19,7 @@ from metal_engine.server.errors import SHUTTING_DOWN, APIError, engine_dead, inv
 from metal_engine.server.generation.logprobs import num_entries, prompt_logprobs_json
 from metal_engine.server.json_parts import JSONParts, Placeholder
 from metal_engine.server.logs import note
-from metal_engine.server.protocol import FinishReason, KVTransferHandover
+from metal_engine.server.response_bodies import FinishReason, KVTransferHandover
 from metal_engine.server.usage import CompletionTokensDetails, PredictedTokensDetails, PromptTokensDetails, Usage
 from metal_engine.text.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from metal_engine.request import TokenLogprobs
 from metal_engine.server.json_parts import array
-from metal_engine.server.protocol import (
+from metal_engine.server.response_bodies import (
     ChatLogprob,
     ChatLogprobs,
     ChatTopLogprob,

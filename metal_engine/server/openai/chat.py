@@ -13,11 +13,11 @@ from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
 from metal_engine.server.json_parts import Placeholder
 from metal_engine.server.openai.conversation import Conversation, message_of
-from metal_engine.server.protocol import (
+from metal_engine.server.protocol import ChatCompletionBody
+from metal_engine.server.response_bodies import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
-    ChatCompletionBody,
     ChatCompletionChunk,
     ChatLogprobs,
     Delta,

@@ -13,7 +13,8 @@ from metal_engine.server.generation.generation import Choice, ChoiceOutput, Gene
 from metal_engine.server.generation.logprobs import completion_logprobs, completion_logprobs_json, prompt_offsets
 from metal_engine.server.generation.preparation import MAX_PROMPT_TOKENS, Endpoint
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
-from metal_engine.server.protocol import Completion, CompletionBody, CompletionChoice
+from metal_engine.server.protocol import CompletionBody
+from metal_engine.server.response_bodies import Completion, CompletionChoice
 from metal_engine.server.usage import Usage
 from metal_engine.text.tokenizer import Tokenizer
 

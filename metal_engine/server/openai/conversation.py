@@ -26,14 +26,8 @@ from metal_engine.server.openai.template_messages import (
     template_kwargs,
     template_messages,
 )
-from metal_engine.server.protocol import (
-    AssistantMessage,
-    ChatCompletionBody,
-    ChatFinishReason,
-    FunctionCall,
-    NamedToolChoice,
-    ToolCall,
-)
+from metal_engine.server.protocol import ChatCompletionBody, NamedToolChoice
+from metal_engine.server.response_bodies import AssistantMessage, ChatFinishReason, FunctionCall, ToolCall
 from metal_engine.sizes import num_characters
 from metal_engine.text.long_text import TextTooLongError
 from metal_engine.text.tokenizer import Tokenizer

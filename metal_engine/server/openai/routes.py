@@ -8,7 +8,8 @@ from starlette.responses import Response
 from metal_engine.server.generation.answerer import EVENTS, Answerer
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.openai.completions import CompletionEndpoint
-from metal_engine.server.protocol import ChatCompletion, ChatCompletionBody, Completion, CompletionBody
+from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
+from metal_engine.server.response_bodies import ChatCompletion, Completion
 
 
 def add_openai_routes(app: FastAPI, answer: Answerer) -> None:

@@ -14,7 +14,7 @@ from metal_engine.engine.async_engine import _UNMERGED, _Mailbox
 from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.server.generation import generation, logprobs, preparation
 from metal_engine.server.json_parts import JSONParts
-from metal_engine.server.protocol import ChatLogprobs, PromptLogprobs
+from metal_engine.server.response_bodies import ChatLogprobs, PromptLogprobs
 from tests.support.serving import MODEL, Served
 
 USER = [{"role": "user", "content": "hi"}]
