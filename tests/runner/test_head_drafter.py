@@ -232,7 +232,8 @@ def test_outputs_are_those_without(without: list[list[RequestOutput]], config: d
     ],
 )
 def test_outputs_of_architectures_are_those_without(architecture: str, config: dict[str, Any]) -> None:
-    requests = EVERYTHING[::3]
+    # In the first third, scores at the edge of a selection differ by only 1e-6, so that batching decides.
+    requests = EVERYTHING[2::3]
     expected = run_all(tiny_engine(architecture=architecture, **config), requests)
     engine = head_engine(architecture=architecture, **config)
     check_same(run_all(engine, requests), expected)
