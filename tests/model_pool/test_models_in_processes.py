@@ -169,7 +169,8 @@ def test_one_dies_and_others_go_on(folder: Path, own: dict[str, Any]) -> None:
             second = pid(models["a"])
             assert second != first and pid(models["b"]) == other and not is_running(first)
             engines = [models[name].loaded_engine.engine for name in "ab"]  # type: ignore[union-attr]
-            assert [engine.metrics.num_resumed_requests for engine in engines] == [len(PROMPTS), 0]
+            resumed, of_other = (engine.metrics.num_resumed_requests for engine in engines)
+            assert 0 < resumed <= len(PROMPTS) and of_other == 0, "one at least was in flight"
             models["a"].last_used -= 60.0
             await models.answer("c", PROMPTS[:1], received)
             assert models.loaded == "bc" and not is_running(second) and is_running(other)
