@@ -46,7 +46,7 @@ class Drafts:
         models: models whose largest step counts, because they run in steps of their own.
         head: draft head, which runs in the steps of its model.
         weights_of_kv: further weights, by name, that determine the KV in the model's pool.
-        refusal: reason why a draft head is not used with the method ``auto``; None if it is used or missing.
+        refusal: reason why the method ``auto`` does not use the draft head; None if there is no such reason.
     """
 
     info: ModelInfo | None = None

@@ -124,7 +124,7 @@ def test_the_time_of_encoding_is_counted() -> None:
 
 def test_the_time_of_encoding_begins_after_the_previous_step(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([3.0, 5.0, 9.0])
-    # Not `time.monotonic` itself: servers of other tests run in other threads, and their event loops use it.
+    # Replaces the module's `time` only: the event loops of other tests' servers use `time.monotonic`.
     clock = SimpleNamespace(monotonic=lambda: next(times))
     monkeypatch.setattr("metal_engine.runner.features.time", clock)
     encoding = Encoding([mx.zeros(1)], began=1.0)
