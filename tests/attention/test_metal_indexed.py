@@ -81,7 +81,7 @@ class Step:
 
     @property
     def scale(self) -> float:
-        """Return the usual scale. A larger scale gives a few keys nearly all the weight, which hides errors of others."""
+        """Return the usual scale. A larger scale gives a few keys nearly all the weight, which hides other errors."""
         return float(self.packed.q.shape[-1] ** -0.5)
 
     def attend(self, attention: Any) -> tuple[np.ndarray, np.ndarray]:
