@@ -128,7 +128,7 @@ class Deaths:
                 report.kinds[kind] += 1
                 began, held = time.monotonic(), [sent for sent in self._streams.open if sent.request.is_stream]
                 if not during_load:
-                    for sent in held:
+                    for sent in self._streams.open:
                         sent.num_deaths += 1
                 num_restarts = await self._streams.num_restarts()
                 await self._die(kind, report)
@@ -152,8 +152,8 @@ class Deaths:
         """Wait for the next moment of a death.
 
         A death comes after a stream has received a part of its answer. A request gets an error if three processes die
-        while they compute it, without a token in between. Therefore, each stream has at most one death since its last
-        part when the next death comes.
+        while they compute it, without a token in between. Therefore, each request has at most one death since its last
+        part when the next death comes. A request without a stream has no parts, so it has at most two deaths.
         """
         while not any(sent.times for sent in self._streams.open):
             await asyncio.sleep(_POLL_SECONDS)
