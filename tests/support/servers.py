@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from tests.support.serving import Served
 
 
+def _idle_afterwards(server: Served) -> Iterator[Served]:
+    server.check_alive()
+    yield server
+    server.wait_until_idle()
+
+
 @pytest.fixture(scope="session")
 def _hash_server() -> Iterator[Served]:
     from tests.support.serving import serve
@@ -34,17 +40,13 @@ def _echo_server() -> Iterator[Served]:
 @pytest.fixture
 def served(_hash_server: Served) -> Iterator[Served]:
     """Yield a server that generates text without end. Each token depends on all earlier tokens."""
-    _hash_server.check_alive()
-    yield _hash_server
-    _hash_server.wait_until_idle()
+    yield from _idle_afterwards(_hash_server)
 
 
 @pytest.fixture
 def echoing(_echo_server: Served) -> Iterator[Served]:
     """Yield a server that repeats the tokens of the prompt, then generates EOS."""
-    _echo_server.check_alive()
-    yield _echo_server
-    _echo_server.wait_until_idle()
+    yield from _idle_afterwards(_echo_server)
 
 
 @pytest.fixture(scope="session")
@@ -71,14 +73,10 @@ def _tiny_server() -> Iterator[Served]:
 @pytest.fixture
 def calling(_calling_server: Served) -> Iterator[Served]:
     """Yield a server whose model thinks, says something and calls two tools: ``tests.support.calling.ANSWER``."""
-    _calling_server.check_alive()
-    yield _calling_server
-    _calling_server.wait_until_idle()
+    yield from _idle_afterwards(_calling_server)
 
 
 @pytest.fixture
 def tiny(_tiny_server: Served) -> Iterator[Served]:
     """Yield a server on a tiny model with random weights, for log probabilities and sampling."""
-    _tiny_server.check_alive()
-    yield _tiny_server
-    _tiny_server.wait_until_idle()
+    yield from _idle_afterwards(_tiny_server)
