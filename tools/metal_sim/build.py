@@ -115,7 +115,7 @@ def build(unit: str, name: str, *, flushes_half: bool = False) -> Built:
         )
         Path(source).write_text(_UNROLLING.sub("", unit))
         checks = "-fsanitize=kernel-address,array-bounds,alignment,shift-exponent,integer-divide-by-zero"
-        flags = ["-O2", "-g", "-fPIC", *host_features(), "-w"]
+        flags = ["-O2", "-gline-tables-only", "-fPIC", *host_features(), "-w"]
         done = run_clang(
             [
                 *(*language_flags(), *flags, checks),

@@ -15,6 +15,7 @@ from .errors import CheckError
 from .launch import BufferSpec, LoadedKernel, check_sizes
 from .signature import Parameter
 from .source import translation_unit
+from .toolchain import cache_dir, key_of, publish
 from .trace import generated_source
 
 # MLX passes inputs below this size in constant memory.
@@ -130,12 +131,23 @@ class SimulatedKernel:
         request = self._request(described, output_dtypes, template)
         key = repr((request["inputs"], request["outputs"], request["template"]))
         if key not in self._compiled:
-            # The other size classes of these inputs must be legal too: they occur with other batches.
             for other in self._other_classes(described):
-                self._unit_of(self._request(other, output_dtypes, template))
+                self._check_class(self._request(other, output_dtypes, template))
             unit, name, parameters = self._unit_of(request)
             self._compiled[key] = (LoadedKernel(self.name, self._build(unit, name)), parameters)
         return self._compiled[key]
+
+    def _check_class(self, request: dict[str, Any]) -> None:
+        """Check the source for inputs of another size class, which occurs with other batches.
+
+        A size class only decides the address spaces of parameters. Numbers among the template arguments change no type,
+        so one check is enough for all of them.
+        """
+        dtypes = [value for _, value in request["template"] if isinstance(value, dict)]
+        mark = cache_dir() / f"{key_of('class', request | {'template': dtypes})}.checked"
+        if not mark.exists():
+            self._unit_of(request)
+            publish("", mark)
 
     def _build(self, unit: str, name: str) -> Built:
         return build(unit, name, flushes_half=True) if self.flushes_half else build(unit, name)
