@@ -59,9 +59,10 @@ from metal_engine.grammars.source import grammar_source, is_segment
 
 COMPILE_CPU_SECONDS = 1.0
 MAX_GROWTH = 64 << 20
-MASK_CPU_SECONDS = 0.02
+# Far more than any usual grammar needs: cores differ in speed, and a virtual machine may count waiting as CPU time.
+MASK_CPU_SECONDS = 0.1
 MEAN_MASK_CPU_SECONDS = 0.002
-BURST_CPU_SECONDS = 0.1
+BURST_CPU_SECONDS = 0.3
 DRAFTS_BURST_CPU_SECONDS = 0.02
 # Growth of a process in bytes from which new outputs use a new process.
 _MUCH_GROWTH = MAX_GROWTH // 2

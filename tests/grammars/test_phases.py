@@ -213,7 +213,9 @@ class TestCalls:
         """Masks after drafts end where another phase begins."""
         matcher = following(calls=calls("<call>"))
         mask = np.full(-(-VOCAB_SIZE // 32), -1, np.int32)
-        matcher.consume(byte_ids("<call>a"), byte_ids("b=1)x"))
+        matcher.consume(byte_ids("<call>"))
+        assert matcher.fill_mask(mask, math.inf)  # waits until the grammar of the call is compiled
+        matcher.consume(byte_ids("a"), byte_ids("b=1)x"))
         for num_drafts, expected in ((0, "=abc"), (1, "=abc"), (2, "0123456789"), (3, ")0123456789")):
             assert matcher.fill_mask(mask, math.inf, num_drafts)
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
