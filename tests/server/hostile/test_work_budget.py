@@ -105,8 +105,11 @@ def test_it_finds_names_that_are_looked_up_in_a_list(
 ) -> None:
     monkeypatch.setattr(parameters, "unknown_parameters", _unknown_by_scanning)
     endpoint, make = SHAPES[name]
-    work = app.work(endpoint.path, make, attempts=ONCE)
-    assert not work.is_within_budget and work.growth > MAX_GROWTH, work
+    for _ in range(3):  # a busy machine may slow the work on the small body, which hides the growth
+        work = app.work(endpoint.path, make, attempts=ONCE)
+        if not work.is_within_budget and work.growth > MAX_GROWTH:
+            return
+    pytest.fail(f"not found: {work}")
 
 
 def test_it_finds_parameters_that_are_checked_for_each_output(
