@@ -334,6 +334,8 @@ def check_before_loading(
     from metal_engine.models.info import expected_model_info
 
     try:
+        if divide is not None and (whole := expected_model_info(args.model, facts)) is not None and whole.alone:
+            check_kv_cache(args, whole, device)  # names the flag: such a model cannot be divided
         info = expected_model_info(args.model, facts, args.kv_cache_dtype, divide)
     except UnsupportedModelError as error:
         raise cannot_run(args.model, facts.config, error) from error

@@ -47,6 +47,8 @@ _SIZES = ("hidden_size", "num_attention_heads", "head_dim", "vocab_size", "slidi
 # Settings with the length of the longest sequence.
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 _MAYBE_LISTS = ("num_attention_heads",)
+# Numbers of keys that a row selects or sees, and of the keys of a block.
+_NUMBERS_OF_KEYS = ("index_topk", "index_topk_blocks", "index_block_size", "attention_chunk_size")
 _FILE_NAME = re.compile(r"[^/\\\0]{1,255}")
 
 
@@ -89,6 +91,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     for name, value in _sizes(config):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_SIZE:
             raise ModelLoadError(f"{path}: {name} is {short(value)}, which is not a size")
+    for section in (config, config.get("text_config") or {}):
+        for name in _NUMBERS_OF_KEYS:
+            value = section.get(name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ModelLoadError(f"{path}: {name} is {short(value)}, which is not a number of keys")
     return config
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from metal_engine.checkpoints.names import DEMO_MODEL, HubName, parse_hub_name
 from metal_engine.checkpoints.pooling_config import check_causal
 from metal_engine.checkpoints.requirements import Check, check_memory, safetensors_facts
 from metal_engine.checkpoints.shared_indexes import check_indexes
-from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError, one_line
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 
@@ -213,9 +214,15 @@ def check_architecture(config: dict[str, Any], args: EngineArgs) -> None:
             )
         return
     try:
-        model_classes(config)
+        _, args_class = model_classes(config)
     except (ValueError, SystemExit) as error:  # mlx-lm's olmo exits the process if its package is missing
         raise UnsupportedModelError(
             f"{args.model}: mlx-lm has no architecture {config['model_type']!r}, or a package that it needs is missing"
         ) from error
+    try:
+        args_class.from_dict(deepcopy(config))
+    except ValueError as error:  # a variant that mlx-lm knows and does not support
+        raise UnsupportedModelError(f"{args.model}: mlx-lm does not support it: {one_line(error)}") from error
+    except Exception as error:
+        logger.debug("mlx-lm cannot read the configuration of %s", args.model, exc_info=error)
     check_indexes(args.model, config)

@@ -26,23 +26,28 @@ def check_indexes(name: str, config: dict[str, Any], tensor_names: Iterable[str]
     Raises:
         UnsupportedModelError: layers share selections, according to the configuration or to the tensors.
     """
-    if _shares_selections(config) or _lacks_indexes(config, tensor_names):
+    text_config = next((one for one in (config, config.get("text_config")) if _has_indexes(one)), None)
+    if text_config is not None and (_shares_selections(text_config) or _lacks_indexes(text_config, tensor_names)):
         raise UnsupportedModelError(
-            f"{name}: most layers attend to the keys that another layer's index picks (indexer_types), while "
-            f"mlx-lm's {config['model_type']} needs an index in each layer (mlx-lm issues 1418 and 1453)"
+            f"{name}: some layers attend to the keys that another layer's index picks (indexer_types), while "
+            f"mlx-lm's {text_config['model_type']} needs an index in each layer (mlx-lm issues 1418 and 1453)"
         )
 
 
+def _has_indexes(config: Any) -> bool:
+    return isinstance(config, dict) and config.get("model_type") in _WITH_INDEXES
+
+
 def _shares_selections(config: dict[str, Any]) -> bool:
-    types, every = config.get("indexer_types"), config.get("index_topk_freq")
+    types, every, pattern = (config.get(key) for key in ("indexer_types", "index_topk_freq", "index_topk_pattern"))
     has_shared = isinstance(types, list) and any(kind != "full" for kind in types)
-    return has_shared or bool(config.get("index_topk_pattern")) or (isinstance(every, int) and every > 1)
+    return has_shared or bool(set(pattern or "") - {"F"}) or (isinstance(every, int | float) and every > 1)
 
 
 def _lacks_indexes(config: dict[str, Any], tensor_names: Iterable[str]) -> bool:
     """Return True if some layers have the tensors of an index and other layers do not."""
     num_layers = config.get("num_hidden_layers")
-    if config.get("model_type") not in _WITH_INDEXES or not isinstance(num_layers, int):
+    if not isinstance(num_layers, int):
         return False
     found = {int(match[1]) for name in tensor_names if (match := _INDEX.search(name))}
     return 0 < sum(layer < num_layers for layer in found) < num_layers

@@ -157,6 +157,7 @@ def _for_model(args: EngineArgs, model: ModelInfo) -> EngineArgs:
         return args
     needs_packed_steps = {
         "--speculative-config": args.speculative_config is not None,
+        "--kv-cache-dir": args.kv_cache_dir is not None,
         "--kv-transfer-config": args.kv_transfer_config is not None,
         "--kv-cache-dtype": args.kv_cache_dtype != "auto",
         args.ranks_flag: args.num_ranks > 1,

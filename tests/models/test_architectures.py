@@ -21,7 +21,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.checkpoint import StoredTensor
+from metal_engine.checkpoints.find import check_architecture
 from metal_engine.checkpoints.requirements import safetensors_facts
+from metal_engine.checkpoints.shared_indexes import check_indexes
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
@@ -168,12 +170,20 @@ def test_what_cannot_run_is_refused_with_the_reason(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"indexer_types": ["full", "shared"] * 2}, {"index_topk_freq": 4}, {"index_topk_pattern": "FSSS"}]
+    "fields", [{"indexer_types": ["full", "shared"] * 2}, {"index_topk_freq": 4.0}, {"index_topk_pattern": "FSSS"}]
 )
 def test_layers_that_share_picks_are_refused_with_that_reason(fields: dict[str, Any]) -> None:
     """GLM-5.2's checkpoints have an index in few layers. mlx-lm's architecture has one in each."""
     with pytest.raises(UnsupportedModelError, match=r"another layer's index picks.* needs an index in each layer"):
         open_model(configuration("glm_moe_dsa") | fields)
+    with pytest.raises(UnsupportedModelError, match="another layer's index picks"):
+        check_indexes("x", {"model_type": "glm5v", "text_config": configuration("glm_moe_dsa") | fields})
+    check_indexes("x", configuration("glm_moe_dsa") | {"index_topk_freq": 1, "index_topk_pattern": "FFFF"})
+
+
+def test_a_variant_that_mlx_lm_does_not_support_is_refused_by_its_configuration() -> None:
+    with pytest.raises(UnsupportedModelError, match="engram memory"):
+        check_architecture(configuration("deepseek_v41") | {"engram_layer_ids": [1]}, EngineArgs(model="x"))
 
 
 def test_a_checkpoint_without_an_index_in_each_layer_is_refused_before_its_weights_are_read() -> None:
@@ -184,7 +194,7 @@ def test_a_checkpoint_without_an_index_in_each_layer_is_refused_before_its_weigh
     args, device = EngineArgs(model="a/copy"), DeviceInfo(kind="cpu", name="", compute="", memory_bytes=1 << 40)
     safetensors_facts(config, tensors, args, device)
     for missing in (1, 3):
-        with pytest.raises(UnsupportedModelError, match=r"a/copy: most layers attend to .* needs an index in each"):
+        with pytest.raises(UnsupportedModelError, match=r"a/copy: some layers attend to .* needs an index in each"):
             safetensors_facts(config, [t for t in tensors if t.name != names[missing]], args, device)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.build import check_before_loading
 from metal_engine.checkpoints.requirements import CheckpointRequirements
 from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.rows import step_rows
@@ -45,6 +46,7 @@ def test_kv_of_a_token(model_type: str) -> None:
     [
         ("--speculative-config", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
         ("--kv-cache-dtype", {"kv_cache_dtype": "int8"}),
+        ("--kv-cache-dir", {"kv_cache_dir": "x"}),
         ("--kv-transfer-config", {"kv_transfer_config": '{"kv_connector": "x", "kv_role": "kv_both"}'}),
         ("--tensor-parallel-size", {"tensor_parallel_size": 2}),
         ("--enable-lora", {"enable_lora": True}),
@@ -59,6 +61,14 @@ def test_models_over_mlx_lms_caches_refuse_what_needs_packed_steps(flag: str, se
     with pytest.raises(ConfigError) as error:
         check_kv_cache(EngineArgs(model="x", **setting), info, device)
     assert error.value.flag == flag
+
+
+def test_ranks_are_refused_before_such_a_model_is_divided() -> None:
+    device = DeviceInfo(kind="cpu", name="x", compute="x", memory_bytes=1 << 34)
+    args = EngineArgs(model="x", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="over mlx-lm's own caches") as error:
+        check_before_loading(args, facts("deepseek_v41"), device, lambda model: pytest.fail("it was divided"))
+    assert error.value.flag == "--tensor-parallel-size"
 
 
 def test_memory_of_mlx_lms_caches_is_within_what_is_counted() -> None:

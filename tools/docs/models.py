@@ -91,7 +91,7 @@ output for the original checkpoint.
 - **End of output**: the tokens that the file names, and the usual end-of-turn tokens among its control tokens.
 """
 _REFUSED = {
-    "olmo": "multiplies queries and keys in its own code, which needs the package `ai2-olmo`; OLMo 2 and 3 run",
+    "olmo": "multiplies queries and keys in its own code, which fails even with `ai2-olmo`; OLMo 2 and 3 run",
     "phi3small": "attends to blocks in a pattern of its own; in mlx-lm, a prompt's token also sees later tokens",
 }
 # GGUF architecture -> (models as users name them, remarks). The rest of the table comes from the engine's own data.
