@@ -100,11 +100,12 @@ def test_alone_beside_a_grammar_a_stop_string_and_an_abort(architecture: str, dt
     """All prompts fit into a step, so that mlx-lm computes the same chunks, and rounds in the same way."""
     engine = engine_of(architecture, dtype=dtype, max_num_batched_tokens=256, enable_prefix_caching=False)
     expected = mlx_lms_tokens(architecture, dtype)
-    (plain,) = run_all(engine, [(PROMPTS[1], GREEDY)])
-    text = "".join(output.text for output in plain)  # stop strings are found in streamed text
+    plain = run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])
+    streamed = ["".join(output.text for output in outputs) for outputs in plain]  # stop strings are found in it
+    text, prompt = max(zip(streamed, PROMPTS, strict=True), key=lambda one: len(one[0]))
     grammar = StructuredOutputsParams(regex="[a-c]{7}")
     requests = {
-        "stopped": (PROMPTS[1], replace(GREEDY, stop=[text[-2:]])),
+        "stopped": (prompt, replace(GREEDY, stop=[text[-2:]])),
         "aborted": (PROMPTS[3], replace(GREEDY, max_tokens=400)),
         "in the grammar": (PROMPTS[0], SamplingParams(temperature=1.0, seed=1, structured_outputs=grammar)),
         "plain": (PROMPTS[4], GREEDY),
