@@ -133,3 +133,12 @@ def test_a_step_under_way_is_finished_when_its_requests_have_gone() -> None:
     assert engine.step() == []
     assert not engine.has_requests
     engine.abort_request("a")  # unknown by now, so ignored
+
+
+def test_a_preempted_request_has_been_queued_once() -> None:
+    engine = make_core(ahead=False)
+    add_all(engine, [(byte_ids("x"), SamplingParams(max_tokens=6))])
+    engine.step()
+    engine.scheduler.preempt_all()
+    drain(engine)
+    assert engine.stats.num_preemptions == 1 and sum(engine.metrics.queue.counts) == 1

@@ -189,13 +189,14 @@ def test_the_engine_goes_on(
     assert run(engine, PROMPTS, GREEDY) == expected
 
 
-def fails_once(original: Any, at_call: int = 0) -> Any:
-    """Return a function that raises at the end of one of its calls."""
+def fails_once(original: Any, at_call: int = 0, *, is_refused: bool = False) -> Any:
+    """Return a function that raises at the end of one of its calls, or with ``is_refused`` at the beginning."""
     calls = itertools.count()
 
     def call(*args: Any) -> Any:
-        result = original(*args)
-        if next(calls) == at_call:
+        is_due = next(calls) == at_call
+        result = None if is_due and is_refused else original(*args)
+        if is_due:
             raise RuntimeError("the device is gone")
         return result
 
@@ -234,6 +235,7 @@ FAULTS: dict[str, list[tuple[Any, str]]] = {
     "wait": [(PendingStep, "wait")],
     "result": [(StepSampling, "result")],
     "dispatch": [(mx, "async_eval")],
+    "refused dispatch": [(mx, "async_eval")],  # the arrays of the step are not evaluated
     "graph, then result": [(ModelRunner, "_build"), (StepSampling, "result")],
 }
 
@@ -262,7 +264,7 @@ def test_there_is_one_cache_at_a_time(where: str, replay: bool, monkeypatch: pyt
     before = mx.get_active_memory()
     with monkeypatch.context() as patch:
         for owner, name in FAULTS[where]:
-            patch.setattr(owner, name, fails_once(getattr(owner, name)))
+            patch.setattr(owner, name, fails_once(getattr(owner, name), is_refused=where == "refused dispatch"))
         while not allocations:
             assert engine.has_requests
             engine.step()
@@ -332,6 +334,19 @@ def test_a_scheduler_that_raises_fails_what_there_is(
     assert all(o.error is not None and "ZeroDivisionError" in o.error for o in outputs)
     assert not engine.has_requests and engine.stats.num_used_blocks == 0
     assert run(engine, PROMPTS, GREEDY) == expected
+
+
+def test_nothing_cached_outlives_a_scheduler_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks that the lost plan was to fill are never filled."""
+    engine = engine_of(tiny_model(vocab_size=VOCAB_SIZE), budget=64, caching=True)
+    schedule = engine.scheduler.schedule
+    engine.add_request("fails", engine.prepare([11] * 20, GREEDY))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "schedule", lambda: (schedule(), 1 / 0))
+        (output,) = engine.step()
+    assert "ZeroDivisionError" in (output.error or "")
+    engine.add_request("again", engine.prepare([11] * 20, GREEDY))
+    assert drain(engine)["again"][-1].num_cached_tokens == 0
 
 
 def test_an_error_on_both_streams_is_raised_once() -> None:

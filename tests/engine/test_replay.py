@@ -18,6 +18,7 @@ from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import Slots
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.pooling_params import PoolingParams
 from metal_engine.runner import replay
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.replay import DecodeReplay, padded
@@ -29,7 +30,7 @@ from tests.support.demo import engine_for
 from tests.support.running import add_all, drain, run
 from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
 from tests.support.sweeps import diagonal
-from tests.support.tiny_engine import tiny_reference, token_ids
+from tests.support.tiny_engine import run_pooling, tiny_reference, token_ids
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import tiny_model
@@ -344,6 +345,15 @@ def test_requests_that_begin_are_built() -> None:
     for _ in range(2):  # the engine's first step is built in any case
         assert run(engine, ones, greedy) == expected
     assert engine.metrics.num_decode_forwards == {"untraced": 2, "traced": 1, "replayed": 7}
+
+
+def test_steps_after_pooled_prompts_are_replayed() -> None:
+    engine = tiny(model_of("llama"))
+    pooling = [(PROMPTS[1], PoolingParams(pooling_type="MEAN"))]
+    run_pooling(engine, pooling)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    run(engine, PROMPTS[:1], greedy)
+    assert engine.metrics.num_decode_forwards["replayed"] > 5
 
 
 def test_steps_with_adapters_are_built(tmp_path: Path) -> None:

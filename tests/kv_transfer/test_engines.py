@@ -26,8 +26,10 @@ from metal_engine.kv_transfer.stores.base import StoreError
 from metal_engine.kv_transfer.stores.disk import DiskStore
 from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.runner.pending_step import PendingStep
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.kv_engines import KVEngine, MakeEngine, kv_engine
+from tests.support.running import drain
 from tests.support.sweeps import sweep
 from tests.support.valkey_server import ValkeyServer
 from tools.compare.equal_outputs import compare_outputs
@@ -134,6 +136,34 @@ def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, dispatch:
     assert engine.stats.blocks_loaded > 20 and engine.stats.blocks_saved > 5
     assert mx.get_peak_memory() - before < array_bytes
     check_replayed(engine, dispatch)
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
+def test_steps_that_load_or_save_have_the_device_alone(
+    make: MakeEngine, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load writes to the cache's memory from the host, and blocks to save are gathered from the cache."""
+    make().run(PROMPTS)
+    engine = make(ahead=True, behind=True, kv_role=role)
+    runner: Any = engine.core.runner
+    dispatch = runner._dispatch
+    seen: set[tuple[bool, bool]] = set()  # is a step dispatched behind another, and does one of them use the store?
+
+    def uses_store(step: PendingStep) -> bool:
+        return bool(step.loads) or (step.saves is not None and bool(step.saves.arrays))
+
+    def checked(step: PendingStep, *args: Any) -> None:
+        seen.add((runner._steps[0] is not step, any(map(uses_store, runner._steps))))
+        dispatch(step, *args)
+
+    monkeypatch.setattr(runner, "_dispatch", checked)
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    for request_id, prompt in (("decodes", make_prompt(9, 7)), ("loads or saves", PROMPTS[0])):
+        engine.core.add_request(request_id, engine.core.prepare(prompt, greedy))
+        for _ in range(6):
+            engine.core.step()
+    drain(engine.core)
+    assert seen == {(False, False), (False, True), (True, False)}
 
 
 def test_a_queue_of_loaded_requests_keeps_to_its_host_memory(make: MakeEngine, tokenizer: Tokenizer) -> None:

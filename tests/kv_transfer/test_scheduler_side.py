@@ -249,6 +249,17 @@ def test_a_producer_hands_over_what_it_had_cached() -> None:
     harness.drain()
 
 
+def test_what_came_from_the_store_is_not_saved_again() -> None:
+    prompt = make_prompt(0, 41)
+    transfer = warm_store(prompt)
+    transfer.answer_at_once()
+    harness = make_harness(transfer)
+    harness.submit("r", prompt, 1)
+    meta = harness.step().kv_connector_metadata
+    assert meta is not None and len(meta.loads) == 10 and not meta.saves
+    harness.drain()
+
+
 def test_a_full_queue_drops_saves_and_counts_them() -> None:
     transfer = FakeTransfer()
     transfer.capacity = 3

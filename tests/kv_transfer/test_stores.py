@@ -343,9 +343,11 @@ def make_transfer(store: MemoryStore) -> Iterator[Callable[..., KVTransfer]]:
     """Create transfers over the store. They close at the end of the test, when the store works again."""
     transfers: list[KVTransfer] = []
 
-    def make(clock: Callable[[], float] = time.monotonic, **settings: Any) -> KVTransfer:
+    def make(
+        clock: Callable[[], float] = time.monotonic, state_layout: BlockLayout | None = None, **settings: Any
+    ) -> KVTransfer:
         config = KVTransferConfig(kv_connector="memory", **settings)
-        transfers.append(KVTransfer(store, LAYOUT, config, KVTransferStats(), clock))
+        transfers.append(KVTransfer(store, LAYOUT, config, KVTransferStats(), clock, state_layout))
         return transfers[-1]
 
     yield make
@@ -391,6 +393,18 @@ def test_a_follower_waits_for_blocks_that_are_not_there_yet(transfer: KVTransfer
         store.put(stored(n))
         wait_until(lambda n=n: len(ticket.blocks) == n, "the block")  # type: ignore[misc]
     wait_until(lambda: ticket.is_done, "the end")
+
+
+def test_a_state_after_blocks_of_the_local_cache_is_found(make_transfer: Callable[..., KVTransfer]) -> None:
+    """The blocks before the state are not loaded."""
+    transfer = make_transfer(state_layout=LAYOUT)
+    (block_hash,), state = hashes(1), block(1)[1]
+    transfer.save_states([block_hash], state[None])
+    assert transfer.flush(DEADLINE)
+    ticket = transfer.start_load("r", hashes(2), follow=False, prefix=[block_hash])
+    wait_until(lambda: ticket.is_done, "the load")
+    assert not ticket.blocks and ticket.state is not None
+    assert ticket.state[0] == block_hash and (ticket.state[1] == state).all()
 
 
 def test_a_corrupt_block_ends_the_load_and_is_removed(transfer: KVTransfer, store: MemoryStore) -> None:
@@ -479,6 +493,23 @@ def test_a_store_that_fails_is_let_rest(
     store.error = None
     clock.now += 5
     assert len(load(transfer, 1).blocks) == 1 and transfer.grant_saves(3) == 3
+
+
+def test_a_success_makes_the_next_rest_as_short_as_the_first(
+    transfer: KVTransfer, store: MemoryStore, clock: Clock
+) -> None:
+    """Loads and saves rest on their own."""
+    store.put(stored(1))
+    for _ in range(3):
+        store.error = StoreError("gone")
+        assert load(transfer, 1).error == "gone"
+        save(transfer, 5)
+        assert transfer.flush(DEADLINE)
+        store.error = None
+        clock.now += 1
+        assert len(load(transfer, 1).blocks) == 1 and transfer.grant_saves(1) == 1
+        save(transfer, 5)
+        assert transfer.flush(DEADLINE)
 
 
 def test_a_full_queue_grants_no_saves(transfer: KVTransfer, store: MemoryStore) -> None:

@@ -124,6 +124,16 @@ def test_nobody_waits_for_a_prefix_that_saves_little() -> None:
     harness.drain()
 
 
+def test_a_request_that_needs_every_prompt_row_does_not_wait_for_a_prefix() -> None:
+    harness = make_harness(budget=16, partial=4)
+    harness.submit("a", make_prompt(0, 60), 1)
+    harness.step()
+    request = harness.submit("b", make_prompt(0, 60), 1, needs_prompt_rows=True)
+    extend_block_hashes(request, 4, "m")  # as in a prepared request
+    assert harness.step().num_scheduled_tokens == {"a": 8, "b": 8}
+    harness.drain()
+
+
 @pytest.mark.parametrize("how", ["abort", "finish"])
 def test_who_waits_for_a_prefix_goes_on_when_its_owner_ends(how: str) -> None:
     harness = make_harness(budget=8, partial=2)

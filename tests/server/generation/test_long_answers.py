@@ -102,6 +102,19 @@ def test_what_nobody_reads_is_merged_and_then_too_much() -> None:
     assert mailbox.is_overfull
 
 
+def test_what_is_read_in_time_is_never_too_much() -> None:
+    mailbox = _Mailbox(1, max_unread=3)
+    logprob = TokenLogprobs(7, -1.0, 1, ((7, -1.0),))
+
+    async def read_each() -> None:
+        for i in range(5):
+            mailbox.put(RequestOutput("r", [i], text="a", logprobs=[logprob], text_logprobs=[logprob]))
+            assert not mailbox.is_overfull
+            await mailbox.take()
+
+    asyncio.run(read_each())
+
+
 def test_what_comes_after_the_end_is_dropped() -> None:
     mailbox = _Mailbox(1, max_unread=1000)
     for output in (
