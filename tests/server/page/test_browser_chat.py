@@ -132,6 +132,20 @@ def test_conversations_are_found_named_and_exported(browser: Browser) -> None:
         assert exported == f"# My: name\n\n## You\n\nAbout bees\n\n## {MODEL}\n\nThe **answer**\n"
 
 
+def test_a_new_name_is_not_overwritten_by_a_late_save_of_the_answer_before(browser: Browser) -> None:
+    with serve(script("yes")) as served, page_of(browser, served) as page:
+        page.on("dialog", lambda dialog: dialog.accept("My name"))
+        say(page, "About bees")
+        wait_for_answer(page)
+        page.click("#conversation-new")
+        page.select_option("#conversations", label="About bees")
+        page.click("#conversation-more summary")
+        page.click("#conversation-rename")
+        page.wait_for_timeout(1500)  # the page saves an answer in progress once a second
+        page.reload()
+        assert page.locator("#conversations option:checked").inner_text() == "My name"
+
+
 @pytest.mark.full
 def test_a_conversation_deleted_in_the_middle_of_an_answer_stays_deleted(browser: Browser) -> None:
     with serve(step_time=0.01) as served, page_of(browser, served) as page:

@@ -135,7 +135,7 @@ export class Chat {
       if (this.answer === answer) this.answer = null;
       view?.mark(null);
       if (view) this.draw(view);
-      saveConversation(conversation);
+      this.saveNow(conversation);
       this.showSending();
       this.announce(answer.message.problem ? `The answer ended: ${answer.message.problem}` : "The answer is complete.");
     }
@@ -161,10 +161,14 @@ export class Chat {
   }
 
   saveSoon(conversation) {
-    this.saving ??= setTimeout(() => {
-      this.saving = undefined;
-      saveConversation(conversation);
-    }, 1000 * SAVE_SECONDS);
+    this.saving ??= setTimeout(() => this.saveNow(conversation), 1000 * SAVE_SECONDS);
+  }
+
+  /** Save a conversation now, and not again later: the user may have opened it anew and renamed it by then. */
+  saveNow(conversation) {
+    clearTimeout(this.saving);
+    this.saving = undefined;
+    saveConversation(conversation);
   }
 
   /** Record and show the numbers of proposed and accepted drafts of a finished request. */
@@ -172,7 +176,8 @@ export class Chat {
     if (!this.last || this.live.request(this.last.serverId) !== request) return;
     const { message, conversation } = this.last;
     message.drafts = { proposed, accepted };
-    const view = conversation === this.conversation ? this.views.get(message.id) : undefined;
+    if (conversation !== this.conversation) return; // it may have been opened anew and changed
+    const view = this.views.get(message.id);
     if (view) this.draw(view);
     saveConversation(conversation);
   }
