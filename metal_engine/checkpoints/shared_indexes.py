@@ -41,7 +41,8 @@ def _has_indexes(config: Any) -> bool:
 def _shares_selections(config: dict[str, Any]) -> bool:
     types, every, pattern = (config.get(key) for key in ("indexer_types", "index_topk_freq", "index_topk_pattern"))
     has_shared = isinstance(types, list) and any(kind != "full" for kind in types)
-    return has_shared or bool(set(pattern or "") - {"F"}) or (isinstance(every, int | float) and every > 1)
+    has_shared |= isinstance(pattern, str | list) and any(kind != "F" for kind in pattern)
+    return has_shared or (isinstance(every, int | float) and every > 1)
 
 
 def _lacks_indexes(config: dict[str, Any], tensor_names: Iterable[str]) -> bool:

@@ -147,7 +147,7 @@ def test_steps_that_load_or_save_have_the_device_alone(
     engine = make(ahead=True, behind=True, kv_role=role)
     runner: Any = engine.core.runner
     dispatch = runner._dispatch
-    seen: set[tuple[bool, bool]] = set()  # is a step dispatched behind another, and does one of them use the store?
+    seen: set[tuple[bool, bool]] = set()  # (step is behind another, a step in flight uses the store)
 
     def uses_store(step: PendingStep) -> bool:
         return bool(step.loads) or (step.saves is not None and bool(step.saves.arrays))

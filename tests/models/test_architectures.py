@@ -179,6 +179,7 @@ def test_layers_that_share_picks_are_refused_with_that_reason(fields: dict[str, 
     with pytest.raises(UnsupportedModelError, match="another layer's index picks"):
         check_indexes("x", {"model_type": "glm5v", "text_config": configuration("glm_moe_dsa") | fields})
     check_indexes("x", configuration("glm_moe_dsa") | {"index_topk_freq": 1, "index_topk_pattern": "FFFF"})
+    check_indexes("x", configuration("glm_moe_dsa") | {"index_topk_freq": "1", "index_topk_pattern": 5})
 
 
 def test_a_variant_that_mlx_lm_does_not_support_is_refused_by_its_configuration() -> None:

@@ -140,8 +140,8 @@ class SimulatedKernel:
     def _check_class(self, request: dict[str, Any]) -> None:
         """Check the source for inputs of another size class, which occurs with other batches.
 
-        A size class only decides the address spaces of parameters. Numbers among the template arguments change no type,
-        so one check is enough for all of them.
+        A size class only decides the address spaces of parameters. One check covers all numbers among the template
+        arguments, because numbers change no type.
         """
         dtypes = [value for _, value in request["template"] if isinstance(value, dict)]
         mark = cache_dir() / f"{key_of('class', request | {'template': dtypes})}.checked"
