@@ -6,6 +6,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,15 @@ from metal_engine.engine.process.packed_requests import (
 )
 from metal_engine.engine.process.packed_results import packed_adapter, packed_error
 from metal_engine.errors import AdapterError
+from metal_engine.grammars.compiler import GrammarRefusedError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import PreparedRequest
 from metal_engine.token_rules import Grammar
 
 # Grammars made at once. Grammars that wait for their compilation are limited to fewer.
 _MAX_GRAMMARS = 32
+# Number of retries for a grammar that an earlier process has made: only a time limit on a busy machine can refuse it.
+_NUM_RETRIES = 3
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,11 @@ class LentResources:
         def make() -> Grammar:
             stop_token_ids = np.frombuffer(message.stop_token_ids, np.int32)
             structured, phases = unpacked_structured(message.structured), unpacked_phases(message.phases)
-            return self._built().preparer.grammars.grammar_for(structured, phases, stop_token_ids)
+            make_once = partial(self._built().preparer.grammars.grammar_for, structured, phases, stop_token_ids)
+            for _ in range(_NUM_RETRIES if message.was_made else 0):
+                with suppress(GrammarRefusedError):
+                    return make_once()
+            return make_once()
 
         lent = _LentGrammar(Future(), threading.Event())
         if message.structured is None:  # needs no compilation that the server waits for

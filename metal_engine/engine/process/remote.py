@@ -183,6 +183,7 @@ class RemoteGrammars:
         weakref.finalize(grammar, self._calls.dropped_grammars.append, message.call).atexit = False
         if structured is not None:
             self._calls.wait(reply)
+            message.was_made = True
         return cast(Grammar, grammar)  # only the process of the engine follows outputs
 
     def close(self) -> None:

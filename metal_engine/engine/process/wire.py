@@ -216,11 +216,15 @@ class Call(Message):
 
 
 class MakeGrammar(Call):
-    """Make a grammar, which has the number of the call as its key. ``structured`` and ``phases`` are JSON."""
+    """Make a grammar, which has the number of the call as its key. ``structured`` and ``phases`` are JSON.
+
+    ``was_made`` is True if an earlier process has made the grammar.
+    """
 
     structured: bytes | None
     phases: bytes | None
     stop_token_ids: bytes
+    was_made: bool = False
 
 
 class LoadAdapter(Call):

@@ -181,6 +181,7 @@ def test_grammars_are_released(shared: AsyncEngine) -> None:
     transport = shared._transport
     dropped = transport._calls.dropped_grammars  # type: ignore[attr-defined]
     assert not dropped and rules.grammar is not None and phase_rules.grammar is not None
+    assert rules.grammar.message.was_made  # type: ignore[attr-defined]
     keys = {rules.grammar.message.call, phase_rules.grammar.message.call}  # type: ignore[attr-defined]
     del rules, phase_rules
     assert set(dropped) == keys
