@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp import Qwen3_5MTPDraftModel
 
 from metal_engine.checkpoints.draft_heads import read_head
@@ -157,6 +158,24 @@ def test_a_quantized_head(mode: str, tmp_path: Path) -> None:
     assert isinstance(down, nn.QuantizedLinear)
     assert (down.mode, down.bits, down.group_size) == (mode, stored.bits, stored.group_size)
     assert isinstance(kept.layers[0].mlp.up_proj, nn.Linear)
+
+
+def test_experts_in_nvfp4_keep_a_scale_for_each_expert(tmp_path: Path) -> None:
+    model = tiny_reference(architecture="qwen3_next")
+    head = random_head(model)
+    expected = flat(head)
+
+    def form(path: str, module: nn.Module) -> dict[str, Any] | bool:
+        quantization = {"group_size": 16, "bits": 4, "mode": "nvfp4", "global_scale": True}
+        return quantization if isinstance(module, SwitchLinear) else False
+
+    nn.quantize(head, class_predicate=form)
+    stored = flat(head)
+    place = write(tmp_path, with_prefix(stored), {"norms": "unshifted"})
+    check(place, model, expected, atol=0.2)
+    kept = flat(load_head(model, read_head(place, model), mx.bfloat16, dequantize=False))
+    scales = [name for name in stored if name.endswith(".global_scale")]
+    assert scales and all(mx.array_equal(kept[name], stored[name]) for name in scales)
 
 
 @pytest.mark.parametrize("block", [None, [32, 48]])
