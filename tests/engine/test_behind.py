@@ -145,10 +145,11 @@ def test_masks_are_made_while_no_other_step_is_behind(monkeypatch: pytest.Monkey
     engine = tiny_engine(behind=True)
     runner: Any = engine.runner
     dispatch = runner._dispatch
+    were_alone: list[bool] = []
 
     def checked(step: PendingStep, *args: Any) -> None:
         if step.sampling.has_masks:
-            assert runner._steps[0] is step
+            were_alone.append(runner._steps[0] is step)
         dispatch(step, *args)
 
     monkeypatch.setattr(runner, "_dispatch", checked)
@@ -157,6 +158,7 @@ def test_masks_are_made_while_no_other_step_is_behind(monkeypatch: pytest.Monkey
     requests.append((byte_ids("y"), SamplingParams(max_tokens=30, ignore_eos=True)))
     outputs = run_all(engine, requests)
     assert all(len("".join(o.text for o in of_one)) >= 12 for of_one in outputs)
+    assert len(were_alone) >= 12 and all(were_alone)
 
 
 def test_writes_stay_in_place() -> None:

@@ -110,14 +110,15 @@ def test_steps_that_copy_states_have_the_device_alone(replay: bool, monkeypatch:
 
     def noted(self: ModelRunner, step: PendingStep, *logits: mx.array) -> None:
         others = [other for other in self._steps if other is not step and other.is_dispatched]
-        assert not (others and any(one.moves_states for one in (step, *others)))
-        seen.append((bool(others), step.moves_states))
+        seen.append((bool(others), any(one.moves_states for one in (step, *others))))
         dispatch(self, step, *logits)
 
     monkeypatch.setattr(ModelRunner, "_dispatch", noted)
     for _ in range(2):
         outputs = run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])
         assert [token_ids(o) for o in outputs] == own_answers("qwen3_5")
+    # An error within a step would be caught, and the step retried.
+    assert (True, True) not in seen
     assert seen.count((True, False)) > 5 and seen.count((False, True)) > 5
 
 
