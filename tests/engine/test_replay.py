@@ -210,21 +210,21 @@ def test_after_another_failure_traces_are_made_anew(dispatch: dict[str, bool], m
     engine = tiny(model_of("llama"), **dispatch)
     expected = run(engine, PROMPTS, EACH)
     kept = replay_of(engine)
-    num_traces = kept.num_traces
+    num_traces, num_at_failure = kept.num_traces, []
     wait = PendingStep.wait
 
     def fails_once(step: PendingStep) -> None:
         wait(step)
         if step.decode_forward is not None and step.decode_forward.outcome == "replayed":
             monkeypatch.setattr(PendingStep, "wait", wait)
-            assert kept.num_traces == num_traces
+            num_at_failure.append(kept.num_traces)
             raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(PendingStep, "wait", fails_once)
     add_all(engine, zip(PROMPTS, EACH, strict=True))
     while not engine.metrics.num_failed_steps:
         engine.step()
-    assert kept.num_traces == 0 and kept.refusal is None
+    assert num_at_failure == [num_traces] and kept.num_traces == 0 and kept.refusal is None
     drain(engine)
     assert run(engine, PROMPTS, EACH) == expected
     assert engine.metrics.replay_refusal is None and kept.num_traces > 2
