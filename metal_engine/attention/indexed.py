@@ -147,15 +147,17 @@ class Tile:
 
 @dataclass
 class SelectionPlan:
-    """Rows of one step that select keys. Layers whose indexes have the same sizes share the plan.
+    """Division of a step's rows into rows that select keys and rows that attend to all keys.
+
+    Layers whose indexes have the same sizes share the plan.
 
     Attributes:
         dims: dimensions of the index.
         num_rows: number of packed rows, N.
-        others: rows of the requests that attend to all keys; None if there are no such requests.
-        other_rows: packed rows of these requests, [M]; None if there are no such requests.
-        tiles: rows of all other requests.
-        order: index of each packed row in the concatenation of the other rows and the tiles, [N].
+        others: rows of the requests that attend to all keys, laid out as a step; None if there are no such requests.
+        other_rows: indices of the packed rows in ``others``, [M]; None if there are no such requests.
+        tiles: tiles of the rows that select keys.
+        order: index of each packed row in the concatenation of ``other_rows`` and the rows of ``tiles``, [N].
     """
 
     dims: Dims

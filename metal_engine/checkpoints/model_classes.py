@@ -74,7 +74,10 @@ class TextOfMultimodalArgs(BaseModelArgs):
 
 
 class TextOfMultimodal(nn.Module):
-    """Text model of a multimodal checkpoint, as mlx-lm's multimodal classes have it: in ``language_model``."""
+    """Text model of a multimodal checkpoint for which mlx-lm has no class.
+
+    The attribute ``language_model`` is mlx-lm's model, as in mlx-lm's own multimodal classes.
+    """
 
     def __init__(self, args: TextOfMultimodalArgs) -> None:
         super().__init__()

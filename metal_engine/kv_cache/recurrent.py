@@ -165,7 +165,10 @@ class RecurrentState:
         return [*self.arrays.values(), *self.pending()]
 
     def detach_arrays(self, name: str, reads: Slots, writes: Slots) -> mx.array:
-        """Move the initial states of a decode step, [b, ...], to the caller, until :meth:`attach_arrays`."""
+        """Return the initial states of a decode step, [b, ...]. :meth:`attach_arrays` stores the states after the step.
+
+        The arguments are as for :meth:`take`, for a single group.
+        """
         (states,) = self.take(name, [reads], [writes])
         assert states is not None
         return states

@@ -115,7 +115,7 @@ class StepRows:
         return self.make_writes(self.slot_mapping, self.block_size)
 
     def sampling_rows(self) -> StepRows:
-        """Return the rows that sample, laid out as a step whose earlier rows have state already."""
+        """Return the rows that sample, laid out as a step of their own. The rows before them count as context."""
         counts = np.bincount(self.sample_requests, minlength=self.num_requests).astype(np.int32)
         keep = np.flatnonzero(counts)
         counts = counts[keep]

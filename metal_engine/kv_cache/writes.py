@@ -64,7 +64,7 @@ class TracedWrites:
 
 
 class BlockWrites:
-    """Writes rows that fill whole blocks block by block: for a GPU under page-aligned scheduling."""
+    """Writes whole blocks at once, and all other rows one by one. For a GPU under page-aligned scheduling."""
 
     def __init__(self, slots: np.ndarray, block_size: int) -> None:
         self._block_size = block_size

@@ -27,7 +27,7 @@ def number(value: Any) -> int:
 
 
 def widths(text: str) -> int:
-    """Return the sum of the numbers in the text of a format."""
+    """Return the sum of all numbers in a format string: at least the sum of its widths and precisions."""
     return sum(int(digits[:_MAX_DIGITS]) for digits in re.findall(r"\d+", text))
 
 

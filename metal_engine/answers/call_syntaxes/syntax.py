@@ -109,7 +109,7 @@ class ExactParser:
 
 
 def choice(options: Sequence[str]) -> str:
-    """Return a Lark expression for one of several expressions."""
+    """Return a Lark expression that matches any of the expressions in ``options``."""
     return options[0] if len(options) == 1 else "(" + " | ".join(options) + ")"
 
 

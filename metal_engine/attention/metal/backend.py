@@ -106,7 +106,7 @@ class MetalStep:
     ) -> mx.array:  # [N, Hq, Dv], dtype of q; for latents, the latent_dim columns
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`.
 
-        MLX's operations attend to keys that they have selected.
+        For a selection, the kernel needs sorted positions for each KV head. MLX's operations compute other selections.
         """
         if selection is not None:
             size = selection.sorted_size

@@ -99,12 +99,12 @@ class RunDecodes:
 class Work:
     """Work of a step for all layers with the same window, chunk size and dimensions.
 
-    Outputs are in the order of the lists.
+    The outputs are concatenated in this order: ``units``, then ``run_decodes``.
     """
 
     units: list[Unit]
     run_decodes: list[RunDecodes]
-    order: mx.array | None  # [N] index of each packed row in the units' concatenated output; None if in packed order
+    order: mx.array | None  # [N] index of each packed row in the concatenated outputs; None if in packed order
     keys_gathered: int  # keys per KV head, with padding
     scores_computed: int  # (row, key) pairs per query head, with padding
 

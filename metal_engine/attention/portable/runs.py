@@ -25,15 +25,16 @@ def attend_runs(
     last: list[mx.array],
     weights: Weights,
 ) -> mx.array:
-    """Compute attention of T decodes. For a CPU.
+    """Compute attention of the T decodes of ``decodes`` on a CPU.
 
     Args:
-        decodes: the decodes.
+        decodes: runs and other keys of the decodes.
         queries: scaled queries of the step, [N, Hq, D] float32.
         state: state of the layer.
         softcap: softcap of the scores, or None.
         sinks: attention sinks, [Hq]; see :meth:`metal_engine.attention.backend.StepAttention.attend`.
-        last: arrays that must be computed first, so that temporary arrays do not add up.
+        last: arrays of the previous computation. MLX computes them first, so that only one computation at a time needs
+            temporary arrays.
         weights: computes softmax weights.
 
     Returns:

@@ -118,7 +118,11 @@ def _first_token(name: str, ours: OfflineRun, theirs: OfflineRun) -> Figure:
 
 
 def parity(plan: Plan, workload: Workload, ours: dict[str, OfflineRun], model: str) -> Figure:
-    """Compare greedy outputs of the default backend, the kernel's, with outputs of MLX's operations."""
+    """Compare greedy outputs of the default attention backend (our kernel) with greedy outputs of MLX's operations.
+
+    Returns:
+        Number of outputs that differ, except outputs whose first difference is a tie.
+    """
     others = use_engine(plan, lambda engine: _run(workload, engine), model, attention_backend="mlx")
     pairs = [
         (prompt, a, b)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class InternVL(ImageFamily):
-    """The grid has the number of tiles, with the tile of the whole image."""
+    """Image processing of InternVL. The grid is the number of tiles, including the tile of the whole image."""
 
     @cached_property
     def _processor(self) -> Any:
