@@ -12,7 +12,7 @@ from metal_engine.forks.channel import framed
 
 
 def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
-    """Fork for each socket received from ``control``, until it is closed. Report first that the process is ready.
+    """Report over ``control`` that the process is ready. Then fork for each socket received, until ``control`` closes.
 
     Args:
         work: does the work of a fork. Its argument is the received socket.

@@ -260,7 +260,10 @@ class LatentLayerCache(LayerCache):
 
 
 def link_indexes(caches: CacheTree) -> None:
-    """Let the caches of layers with an index take its selections. Such a layer has a group of two caches."""
+    """Set ``index`` in the cache of each layer with an index.
+
+    Such a layer has a group of two caches: one for its keys and values, and one for its index.
+    """
     for group in caches:
         if isinstance(group, CacheGroup):
             index = next((cache for cache in group.caches if isinstance(cache, IndexCache)), None)

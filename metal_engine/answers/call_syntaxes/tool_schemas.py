@@ -189,7 +189,7 @@ class ToolSchema:
         return kinds
 
     def allows(self, schema: Any, value: bool | int | float | None, depth: int = 0) -> bool:
-        """Return True if a schema is sure to allow a value: a boolean, a number or None."""
+        """Return True if a schema allows a boolean, a number or None. False if this method cannot decide that."""
         if not isinstance(schema, dict):
             return bool(schema)
         if depth > _MAX_DEPTH or not _UNKNOWN.isdisjoint(schema):

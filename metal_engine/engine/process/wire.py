@@ -25,7 +25,7 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 
 class WireError(Exception):
-    """Raised for a message that the peer cannot have meant: the peer is broken."""
+    """Raised for a message that is malformed, too large or out of turn. The connection cannot be used after it."""
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, tag=True):

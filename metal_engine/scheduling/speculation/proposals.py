@@ -231,7 +231,7 @@ class Proposals:
         """Update acceptance and costs with the result of tried drafts.
 
         Args:
-            planned: drafts of the plan, which give the source.
+            planned: drafts in the plan. They determine the source whose acceptance is updated.
             num_drafts: number of drafts that were tried.
         """
         self.acceptance.of_source(planned).tried(request.request_id, num_drafts, num_accepted)
@@ -240,7 +240,7 @@ class Proposals:
         self._proposer.record_result(request, num_drafts, num_accepted)
 
     def admitted(self, request_id: str) -> None:
-        """Reset the draft model's progress with a newly admitted or resumed request: its KV may be gone."""
+        """Record that the draft model has no KV of a request that was just admitted or resumed."""
         if self._costs is not None:
             self._costs.forget(request_id)
 
