@@ -12,7 +12,7 @@ from metal_engine.checkpoints.image_encoders import feature_bytes, image_refusal
 from metal_engine.checkpoints.mlx_import import import_mlx
 from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.memory import limit_device_memory
-from metal_engine.drafts import admit_head, check_head, find_head, load_drafts
+from metal_engine.draft_loading import admit_head, check_head, find_head, load_drafts
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess

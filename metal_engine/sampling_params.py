@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from metal_engine.errors import ParameterError, short
+from metal_engine.json_values import num_characters
 from metal_engine.output_phases import OutputPhases
-from metal_engine.sizes import num_characters
 
 # Limits on a request's memory besides its tokens. Practical requests stay far below them.
 MAX_STOP_CHARACTERS = 16_384

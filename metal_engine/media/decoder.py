@@ -18,9 +18,9 @@ from metal_engine.cancellation import check_cancelled
 from metal_engine.errors import OverloadedError
 from metal_engine.forks.channel import LENGTH, framed
 from metal_engine.forks.forking_process import ForkError, ForkingProcess, receive_into, receive_patiently
+from metal_engine.media.fair_queue import FairQueue
 from metal_engine.media.families.base import Grid
 from metal_engine.media.limits import MAX_INPUT_BYTES, MAX_LIVE_BYTES, REQUEST_CPU_SECONDS
-from metal_engine.media.turns import Turns
 from metal_engine.settings.config import VisionConfig
 
 # Maximum number of images that are decoded at once. Each takes one core.
@@ -70,7 +70,7 @@ class ImageDecoder:
 
     def __init__(self, vision: VisionConfig) -> None:
         self._process = ForkingProcess("metal_engine.media.process", [msgspec.json.encode(vision)])
-        self._turns = Turns(_MAX_DECODING)
+        self._turns = FairQueue(_MAX_DECODING)
         self._lock = threading.Lock()
         self._counts: deque[int] = deque([0])  # their sum is the size of the inputs in use
 
@@ -139,7 +139,7 @@ class _Work:
     The request's next turn starts a new fork.
     """
 
-    def __init__(self, connect: Callable[[], socket.socket], turns: Turns) -> None:
+    def __init__(self, connect: Callable[[], socket.socket], turns: FairQueue) -> None:
         self._connect, self._turns = connect, turns
         self._channel: socket.socket | None = None  # during a turn
         self._used = 0.0  # CPU time in seconds

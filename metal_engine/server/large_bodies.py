@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError, WrapValidator
 
-from metal_engine.sizes import num_characters, parts
+from metal_engine.json_values import num_characters, parts
 
 T = TypeVar("T")
 

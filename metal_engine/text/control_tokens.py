@@ -23,7 +23,7 @@ from tokenizers import AddedToken, models, normalizers
 from tokenizers import Tokenizer as BackendTokenizer
 
 from metal_engine.cancellation import check_cancelled
-from metal_engine.sizes import parts
+from metal_engine.json_values import parts
 from metal_engine.text.chat_template import Message, RenderedTooLongError, texts_of_template
 from metal_engine.text.long_text import limit_word_cache, panics_refused
 from metal_engine.text.template_sandbox import STAND_INS

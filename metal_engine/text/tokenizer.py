@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from metal_engine.sizes import parts
+from metal_engine.json_values import parts
 from metal_engine.text import chat_template
 from metal_engine.text.content_parts import as_parts
 from metal_engine.text.control_tokens import ControlTokens

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from metal_engine.engine.preparer import RequestPreparer
+from metal_engine.json_values import parts
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server import large_bodies
 from metal_engine.server.anthropic.protocol import MessagesBody
@@ -29,7 +30,6 @@ from metal_engine.server.large_bodies import (
 from metal_engine.server.openai.responses_protocol import ResponsesBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.server.tokenization import DetokenizeBody, TokenizeBody
-from metal_engine.sizes import parts
 from tests.support.serving import Served
 from tools.fixtures.fake_engine import byte_ids, generated
 

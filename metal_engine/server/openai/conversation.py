@@ -13,6 +13,7 @@ from metal_engine.answers.deltas import AnswerDelta, assemble
 from metal_engine.answers.tool_faults import faulty_tool
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
 from metal_engine.errors import ParameterError
+from metal_engine.json_values import num_characters
 from metal_engine.media.sources import ImageSource
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import invalid, invalid_prompt
@@ -28,7 +29,6 @@ from metal_engine.server.openai.template_messages import (
 )
 from metal_engine.server.protocol import ChatCompletionBody, NamedToolChoice
 from metal_engine.server.response_bodies import AssistantMessage, ChatFinishReason, FunctionCall, ToolCall
-from metal_engine.sizes import num_characters
 from metal_engine.text.long_text import TextTooLongError
 from metal_engine.text.tokenizer import Tokenizer
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from metal_engine.answers.deltas import AnswerDelta
+from metal_engine.json_values import num_characters
 from metal_engine.server.errors import APIError
 from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.openai.input_items import Item
 from metal_engine.server.openai.response_items import Event, ResponseItems
 from metal_engine.server.openai.responses_protocol import Response, ResponseStatus
 from metal_engine.server.usage import Usage
-from metal_engine.sizes import num_characters
 
 ID_PREFIX = "resp"
 _UNFINISHED = ("queued", "in_progress")

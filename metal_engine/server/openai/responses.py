@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
+from metal_engine.json_values import num_characters
 from metal_engine.server.errors import APIError, invalid
 from metal_engine.server.generation.generation import ChoiceOutput, Generation, finish_reason
 from metal_engine.server.generation.preparation import ServedModel
@@ -15,7 +16,6 @@ from metal_engine.server.openai.response_store import ResponseStore
 from metal_engine.server.openai.responses_protocol import Response, ResponsesBody, namespaces, to_chat
 from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.server.usage import Usage
-from metal_engine.sizes import num_characters
 
 # Request fields that the response repeats, as received or with the default of Response.
 _REPEATED = ResponsesBody.model_fields.keys() & Response.model_fields.keys() - {"model", "text", "tools"}

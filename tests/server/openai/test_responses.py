@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
+from metal_engine.json_values import num_characters
 from metal_engine.server.errors import APIError
 from metal_engine.server.openai.response_state import AskedResponse, ResponseState
 from metal_engine.server.openai.response_store import ResponseStore
-from metal_engine.sizes import num_characters
 from tests.server.test_errors import check_error
 from tests.support.calling import FLAT_TOOLS, RECORD
 from tests.support.serving import MODEL, Served, serve

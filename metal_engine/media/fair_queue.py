@@ -12,7 +12,7 @@ from metal_engine.cancellation import check_cancelled
 _POLL_SECONDS = 0.02
 
 
-class Turns:
+class FairQueue:
     """Gives the next turn to the waiting request that has used the least time. Thread-safe.
 
     A new request begins with the least time of the waiting requests that have had a turn, and precedes requests that

@@ -1,4 +1,4 @@
-"""Traversal of JSON values in Python code: it does not block other threads, and can stop early."""
+"""Traverses JSON values in Python code, which does not block other threads, and can stop early."""
 
 from __future__ import annotations
 
