@@ -160,5 +160,8 @@ class EngineProcess:
 def _cause(status: int) -> str:
     if status >= 0:
         return f"status {status}"
-    name = signal.Signals(-status).name
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-status}"
     return f"{name}, which the system sends if memory runs out" if -status == signal.SIGKILL else name

@@ -188,8 +188,12 @@ class EngineSupervisor:
             return
         finally:
             self._ready.set()
-        while (problem := self._run()) is None:
-            pass
+        try:
+            while (problem := self._run()) is None:
+                pass
+        except BaseException as error:  # a fault of this code: without an end, all requests would wait forever
+            logger.critical("the engine cannot be kept alive", exc_info=True)
+            problem = f"it cannot be kept alive: {type(error).__name__}: {error}"
         self._processes.kill()
         self._die(problem)
 

@@ -269,6 +269,47 @@ def test_requests_and_calls_wait_for_the_new_process() -> None:
         engine.shutdown()
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="the system has no real-time signals")
+def test_a_signal_without_a_name(caplog: pytest.LogCaptureFixture) -> None:
+    """Real-time signals other than the first and the last have no name."""
+    engine = started("fake", max_restarts=10)
+    try:
+        number = signal.SIGRTMIN + 1
+        with caplog.at_level(logging.ERROR):
+            os.kill(pid_of(engine), number)
+            requests = engine.preparer.prepare_all(INNOCENTS, SamplingParams(max_tokens=9, ignore_eos=True))
+            assert [end.token_ids for end in answers(engine, requests)] == [generated(one, 9) for one in INNOCENTS]
+        assert f"the engine's process has ended with signal {int(number)}" in caplog.text
+    finally:
+        engine.shutdown()
+
+
+def test_a_fault_of_the_supervisor_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests get an error, and do not wait forever."""
+    engine = started("fake", max_restarts=10, step_time=0.005)
+
+    def fail() -> bool:
+        raise ZeroDivisionError("a fault")
+
+    async def run() -> RequestOutput:
+        received: Counter[str] = Counter()
+        (prepared,) = engine.preparer.prepare_all([INNOCENTS[0]], SamplingParams(max_tokens=400, ignore_eos=True))
+        request = asyncio.ensure_future(answer(engine, "a", prepared, received))
+        while not received:
+            await asyncio.sleep(0.01)
+        os.kill(pid_of(engine), signal.SIGKILL)
+        return await asyncio.wait_for(request, 20)
+
+    try:
+        transport: Any = engine._transport
+        monkeypatch.setattr(transport._processes, "may_restart", fail)
+        end = asyncio.run(run())
+        problem = "the engine has stopped: it cannot be kept alive: ZeroDivisionError: a fault"
+        assert end.finish_reason == "error" and end.error == problem and str(engine.error) == problem
+    finally:
+        engine.shutdown()
+
+
 def test_a_watch_begins_again() -> None:
     engine = started("fake", max_restarts=10, step_time=0.005)
 
