@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -96,8 +98,12 @@ def registry_facts(registry: ModelRegistry, url: str) -> dict[str, str]:
 
 
 def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
-    """Print a panel on a terminal, or one plain line for each fact elsewhere."""
-    console = console or Console(stderr=True)
+    """Print a panel on a terminal, or one plain line for each fact elsewhere. Ignores errors of writing."""
+    with suppress(OSError):  # a full disk must not stop the server
+        _print_facts(facts, console or Console(stderr=True))
+
+
+def _print_facts(facts: dict[str, str], console: Console) -> None:
     if not console.is_terminal:
         for label, value in facts.items():
             console.print(f"{label + ':':14}{value}", markup=False, highlight=False, soft_wrap=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -251,7 +253,21 @@ def _metal_engine(
     """LLM inference on Apple Silicon: one packed forward pass per step over a paged KV cache."""
 
 
+def _open_standard_streams() -> None:
+    """Open the standard streams with which this process was not started, on the null device.
+
+    Otherwise, the next sockets and files would get their descriptors, and other code could not write to the streams.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor, which is that of the stream
+            os.set_inheritable(descriptor, True)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
 def main() -> None:
     """Entry point of the ``metal-engine`` command."""
+    _open_standard_streams()
     make_packages_lazy()
     app()

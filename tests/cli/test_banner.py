@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 from typing import Any
 
@@ -82,6 +83,17 @@ def test_a_panel_on_a_terminal() -> None:
     out = io.StringIO()
     print_banner(facts(), Console(file=out, force_terminal=True, width=120, color_system=None))
     assert URL in out.getvalue() and "metal-engine" in out.getvalue().splitlines()[0]
+
+
+def test_a_full_disk() -> None:
+    """The server starts although the facts cannot be written."""
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    for is_terminal in (False, True):
+        print_banner(facts(), Console(file=Full(), force_terminal=is_terminal))
 
 
 def test_ranks_are_told_with_what_each_has() -> None:

@@ -115,3 +115,23 @@ def test_nobody_is_told_that_pytorch_is_missing() -> None:
     program = "import metal_engine, transformers; import metal_engine.llm"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_command_without_standard_streams(tmp_path: Path) -> None:
+    """The null device takes their place: a socket with the descriptor of a stream would get its output."""
+    result = tmp_path / "result"
+    code = f"""
+import os, sys
+import metal_engine.cli.main as command
+def app():
+    null = os.stat(os.devnull).st_rdev
+    found = [os.fstat(number).st_rdev == null for number in range(3)]
+    print("lost")
+    print("lost", file=sys.stderr, flush=True)
+    open({str(result)!r}, "w").write(f"{{found}} {{sys.stdin.read()!r}}")
+command.app = app
+command.main()
+"""
+    closing = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(closing, cwd=ROOT, timeout=60).returncode == 0
+    assert result.read_text() == "[True, True, True] ''"
