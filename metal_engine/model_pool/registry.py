@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 _NUM_THREADS = 3
 # Delay before a failed load is tried again, unless the model's files have changed.
 RETRY_SECONDS = 10.0
+# Delay from the end of an engine to a garbage collection, so that its threads have dropped their references.
+_COLLECT_SECONDS = 0.5
 
 
 class RegistryClosedError(RuntimeError):
@@ -241,6 +244,7 @@ class ModelRegistry:
                     to_model_load_error(error), access.signature, time.monotonic() + RETRY_SECONDS
                 )
                 logger.error("cannot load %s: %s", entry.name, entry.error)
+            self._collect_later()
             return error
         entry.starting = None  # only now: shutdown() waits for this future
         entry.loaded_engine, entry.state, entry.error, entry.loaded_by = loaded, ModelState.LOADED, None, load
@@ -343,7 +347,16 @@ class ModelRegistry:
         entry.state, entry.num_bytes = ModelState.UNLOADED, 0
         entry.is_closing, entry.unloading, entry.closed_for, entry.ending = False, None, None, None
         logger.info("unloaded %s", entry.name)
+        self._collect_later()
         self._start_next_load()
+
+    @staticmethod
+    def _collect_later() -> None:
+        """Delete an ended engine, which is part of reference cycles.
+
+        Its tokenizer takes tens of MiB outside Python's objects, so that Python would collect it only much later.
+        """
+        asyncio.get_running_loop().call_later(_COLLECT_SECONDS, gc.collect)
 
     def _start_timer(self, entry: ModelEntry) -> None:
         if self.keep_alive and entry.is_idle and entry.state is ModelState.LOADED and not self.is_closed:

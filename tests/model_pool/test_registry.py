@@ -121,6 +121,23 @@ async def test_nothing_is_kept_of_what_was_unloaded(made: RegistryOfFakes) -> No
     await until(lambda: gc.collect() >= 0 and engine() is None and core() is None, "both to be forgotten")
 
 
+@with_fakes()
+async def test_an_unloaded_engine_is_collected_soon(made: RegistryOfFakes) -> None:
+    """Python's own collections are rare, and tokenizers take tens of MiB."""
+    loaded = await made.registry.use(made["a"])
+    engine = weakref.ref(loaded.engine)
+    loaded.engine.cycle = loaded.engine  # type: ignore[attr-defined]  # as engines in processes have
+    del loaded
+    made.registry.release(made["a"])
+    gc.disable()
+    try:
+        await made.registry.unload(made["a"])
+        made.models["a"].runners.clear()
+        await until(lambda: engine() is None, "the collection")
+    finally:
+        gc.enable()
+
+
 def test_names() -> None:
     made = RegistryOfFakes("ab", 200)
     made.registry.add_name("alias", made["b"])
