@@ -89,6 +89,15 @@ class EngineProcesses:
         self._num_fruitless += 1
         return not self._is_stopping and max(len(self._restarts), self._num_fruitless) <= self._limits.max_restarts
 
+    @property
+    def refusal(self) -> str:
+        """Exceeded limit on new processes, to follow the reason of the last end; empty if there is none."""
+        limit = self._limits.max_restarts
+        if self._is_stopping or not limit:
+            return ""
+        limited = "in a row without output" if self._num_fruitless > limit else f"in {RESTART_SECONDS:g} s"
+        return f"; more than {limit} new processes {limited} would be needed"
+
     def _end_hang(self, hang: str) -> None:
         """End the current process. Runs in the thread of the monitor."""
         if self.current is not None:

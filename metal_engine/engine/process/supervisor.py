@@ -214,7 +214,7 @@ class EngineSupervisor:
                 self._process.kill()
                 cause = str(error)
                 problem = f"{problem.partition('; then: ')[0]}; then: {cause}"
-        return problem
+        return f"{problem}{self._processes.refusal}"
 
     @property
     def _last_words(self) -> str:

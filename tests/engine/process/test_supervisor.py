@@ -160,6 +160,7 @@ def test_too_many_deaths_end_the_engine() -> None:
         (end,) = answers(engine, engine.preparer.prepare_all([[KILLER]], SamplingParams(max_tokens=9)))
         assert end.finish_reason == "error" and end.error is not None
         assert end.error.startswith("the engine has stopped: the engine's process has ended with SIGKILL")
+        assert end.error.endswith("; more than 1 new processes in a row without output would be needed")
         wait_until(lambda: engine.error is not None, "the error")
         assert num_deaths(engine) == 1
     finally:
