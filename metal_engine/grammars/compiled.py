@@ -38,6 +38,13 @@ _SUSPENDABLE_SECONDS = 0.02
 # Entry for a compilation in the queue of expected answers, instead of an output id.
 _COMPILING = -1
 _TOO_COMPLEX = "its grammar has become too complex to continue"
+# Number of new processes of a grammar whose process ends under its outputs. A busy machine may delay one beyond its
+# limits, and the system may end one if memory runs out. A grammar that is too complex ends each of its processes.
+_MAX_RESTARTS = 1
+
+
+class _ProcessEndedError(Exception):
+    """The process of a grammar has ended before its answer."""
 
 
 class SegmentEnd(Exception):
@@ -68,6 +75,7 @@ class CompiledGrammar:
     Attributes:
         compile_seconds: CPU time that compilation took.
         needs_replacement: True if the process has ended or grown much. New outputs should use another process.
+        num_restarts: number of processes that were started because the process before ended under its outputs.
     """
 
     def __init__(
@@ -89,6 +97,7 @@ class CompiledGrammar:
         self._received = bytearray()
         self._has_logged = False  # True after the log message about missing masks for drafts
         self.needs_replacement = False
+        self.num_restarts = 0
 
     def _set_channel(self, channel: socket.socket) -> None:
         channel.setblocking(False)
@@ -108,12 +117,18 @@ class CompiledGrammar:
     def suspend(self) -> None:
         """Suspend the process if no output uses it and the grammar compiles quickly."""
         with self._lock:
-            if not self._can_be_suspended or self._is_suspended or len(self._live) > len(self._ended):
+            if not self._can_be_suspended or self._is_suspended or self._num_live:
                 return
-            for left in (self._live, self._ended, self._asked, self._answers, self._unsent, self._received):
-                left.clear()
-            self._close()
+            self._live.clear()
+            self._ended.clear()
+            self._drop_messages()
             self._is_suspended = True
+
+    def _drop_messages(self) -> None:
+        """Drop all messages from and to the process, and close its socket, which ends it."""
+        for left in (self._asked, self._answers, self._unsent, self._received):
+            left.clear()
+        self._close()
 
     def _wake(self) -> None:
         """Start a new process, which compiles the grammar again. Its first answer is about the compilation."""
@@ -123,6 +138,30 @@ class CompiledGrammar:
             self._is_open = False
             return
         self._asked.appendleft(_COMPILING)
+
+    def restart(self, num_restarts: int) -> None:
+        """Start a new process after one has ended. Its outputs must then send all of their tokens again.
+
+        Args:
+            num_restarts: value of :attr:`num_restarts` when the process was asked. If it has increased, another output
+                has started the new process.
+
+        Raises:
+            ValueError: the grammar has ended too many processes.
+        """
+        if num_restarts < self.num_restarts:
+            return
+        self.needs_replacement = True
+        if num_restarts >= _MAX_RESTARTS:
+            raise ValueError(_TOO_COMPLEX)
+        logger.warning("the process of a grammar has ended under %d outputs; a new one continues them", self._num_live)
+        self.num_restarts += 1
+        self._drop_messages()
+        self._wake()
+
+    @property
+    def _num_live(self) -> int:
+        return len(self._live) - len(self._ended)
 
     def matcher(self) -> GrammarMatcher:
         matcher = GrammarMatcher(self, next(self._ids))
@@ -159,10 +198,13 @@ class CompiledGrammar:
         Raises:
             ValueError: the output cannot continue.
             SegmentEnd: the segment has ended.
+            _ProcessEndedError: the process has ended.
         """
         while output_id not in self._answers:
             now = time.monotonic()
-            if not self._is_open or now - self._heard_at > _ANSWER_SECONDS:
+            if not self._is_open:
+                raise _ProcessEndedError
+            if now - self._heard_at > _ANSWER_SECONDS:
                 self.needs_replacement = True
                 raise ValueError(_TOO_COMPLEX)
             if not self._exchange(max(deadline - now, 0.0)) and now >= deadline:
@@ -228,6 +270,11 @@ class GrammarMatcher:
         self.output_id = output_id
         self._is_asked = False
         self._masks: np.ndarray | None = None  # [1 + k, W]
+        self._token_ids: list[int] = []  # all tokens
+        self._num_new = 0  # number of tokens of the last request
+        self._num_before = 0  # number of tokens in the last request that earlier requests had sent
+        self._drafts: Sequence[int] = ()  # drafts of the last request
+        self._num_restarts = grammar.num_restarts  # number of restarts at the last request
         self.num_unconstrained_calls = 0
 
     @property
@@ -251,14 +298,35 @@ class GrammarMatcher:
     def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         assert not (drafts and self._is_asked), "drafts, but the answer to the previous request is missing"
         if token_ids or drafts or not (self._is_asked or self._masks is not None):
-            self._grammar.ask(self.output_id, token_ids, drafts)
+            self._token_ids += token_ids
+            self._num_new, self._drafts = len(token_ids), drafts
+            self._ask(token_ids)
             self._is_asked, self._masks = True, None
+
+    def _ask(self, token_ids: Sequence[int]) -> None:
+        """Send new tokens and the last request's drafts; all tokens if the process is a new one."""
+        is_new = self._num_restarts < self._grammar.num_restarts
+        self._num_restarts = self._grammar.num_restarts
+        self._grammar.ask(self.output_id, self._token_ids if is_new else token_ids, self._drafts)
+        self._num_before = len(self._token_ids) - self._num_new if is_new else 0
+
+    def _answer(self, deadline: float) -> np.ndarray | None:
+        """Return the requested masks. If the process has ended, a new one computes them."""
+        while True:
+            if self._num_restarts < self._grammar.num_restarts:
+                self._ask(())
+            try:
+                return self._grammar.answer(self.output_id, deadline)
+            except SegmentEnd as end:
+                raise SegmentEnd(end.num_tokens - self._num_before) from None
+            except _ProcessEndedError:
+                self._grammar.restart(self._num_restarts)
 
     def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
         self.consume(())
         if self._masks is None:
             try:
-                self._masks = self._grammar.answer(self.output_id, deadline)
+                self._masks = self._answer(deadline)
             except SegmentEnd:
                 self._is_asked = False
                 raise

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,15 +22,16 @@ from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.errors import OverloadedError, ParameterError
 from metal_engine.forks import forking_process
 from metal_engine.forks.channel import framed, receive
+from metal_engine.forks.forking_process import ForkError
 from metal_engine.grammars import compiled as compiled_module
 from metal_engine.grammars import compiler as compiler_module
-from metal_engine.grammars.compiled import CompiledGrammar
+from metal_engine.grammars.compiled import CompiledGrammar, SegmentEnd
 from metal_engine.grammars.compiler import GrammarCompiler
-from metal_engine.grammars.messages import MASK, pack_masks, unpack_step
+from metal_engine.grammars.messages import MASK, pack_compiled, pack_end, pack_masks, unpack_step
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.grammars.hostile import PATTERNS, cubic, descendants
 from tests.support.serving import wait_until
-from tests.support.tiny_engine import run_all, tiny_engine
+from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, tiny_tokenizer
 
 HOG = StructuredOutputsParams(**PATTERNS)
@@ -269,7 +272,8 @@ def test_many_outputs_and_long_replays_do_not_block_each_other() -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    grammar = CompiledGrammar(ours, num_words * 32, 0.0, reopen=lambda: ours)
+    reopen = Mock(side_effect=ForkError("no process"))
+    grammar = CompiledGrammar(ours, num_words * 32, 0.0, reopen)
     matchers = [grammar.matcher() for _ in range(128)]
     mask = np.zeros(num_words, np.int32)
     for matcher in matchers:
@@ -288,5 +292,97 @@ def test_many_outputs_and_long_replays_do_not_block_each_other() -> None:
     kept.consume([1])
     with pytest.raises(ValueError, match="too complex"):
         assert kept.fill_mask(mask, math.inf)
-    assert grammar.needs_replacement
+    assert grammar.needs_replacement and reopen.call_count == 1
     theirs.close()
+
+
+class Processes:
+    """Processes of a grammar that the test serves. The mask after some tokens has their number in each word."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[tuple[int, list[int], list[int]]]] = []  # messages to each process
+        self.grammar = CompiledGrammar(self._connect(), 32, 0.0, self._connect)
+
+    def _connect(self) -> socket.socket:
+        ours, self.theirs = socket.socketpair()
+        if self.sent:
+            self.theirs.sendall(framed(pack_compiled(0.0)))
+        self.sent.append([])
+        return ours
+
+    def serve(self, *answers: bytes) -> None:
+        """Receive a message for each answer, and answer it; with the number of its tokens if the answer is empty."""
+        for answer in answers:
+            output_id, token_ids, drafts, _ = unpack_step(receive(self.theirs))
+            self.sent[-1].append((output_id, token_ids, drafts))
+            mask = np.full(1, len(token_ids), np.int32).tobytes()
+            self.theirs.sendall(framed(answer or pack_masks(MASK, [mask] * (1 + len(drafts)))))
+
+
+def test_outputs_continue_in_a_new_process(caplog: pytest.LogCaptureFixture) -> None:
+    processes, mask = Processes(), np.zeros(1, np.int32)
+    asked, idle, late = (processes.grammar.matcher() for _ in range(3))
+    for matcher in (asked, idle, late):
+        matcher.consume([5, 6])
+    processes.serve(b"", b"", b"")
+    assert all(matcher.fill_mask(mask, math.inf) for matcher in (asked, idle, late))
+    asked.consume([7], [8])
+    late.consume([9])
+    processes.theirs.close()
+    assert not asked.fill_mask(mask, 0.0) and not late.fill_mask(mask, 0.0)
+    processes.serve(b"", b"")
+    assert asked.fill_mask(mask, math.inf, 1) and mask[0] == 3
+    assert late.fill_mask(mask, math.inf) and mask[0] == 3
+    idle.consume([1, 2, 3])
+    asked.consume([8])
+    processes.serve(b"", b"")
+    assert idle.fill_mask(mask, math.inf) and mask[0] == 5
+    assert processes.sent[1] == [(0, [5, 6, 7], [8]), (2, [5, 6, 9], []), (1, [5, 6, 1, 2, 3], []), (0, [8], [])]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the process of a grammar has ended under 3 outputs; a new one continues them"
+    ]
+    assert processes.grammar.needs_replacement  # for new outputs
+    processes.theirs.close()
+    for matcher in (late, idle):
+        matcher.consume([1])
+        with pytest.raises(ValueError, match="too complex"):
+            matcher.fill_mask(mask, math.inf)
+    assert len(processes.sent) == 2
+
+
+def test_the_end_of_a_segment_counts_the_last_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    processes, mask = Processes(), np.zeros(1, np.int32)
+    matcher = processes.grammar.matcher()
+    matcher.consume([1, 2, 3])
+    processes.serve(b"")
+    assert matcher.fill_mask(mask, math.inf)
+    matcher.consume([4, 5])
+    processes.theirs.close()
+    assert not matcher.fill_mask(mask, 0.0)
+    processes.serve(pack_end(4))  # of five tokens
+    with pytest.raises(SegmentEnd) as info:
+        matcher.fill_mask(mask, math.inf)
+    assert info.value.num_tokens == 1
+
+
+def test_killed_processes_change_no_output() -> None:
+    requests = [
+        (byte_ids("a"), SamplingParams(max_tokens=30, seed=i, structured_outputs=StructuredOutputsParams(regex=regex)))
+        for i, regex in enumerate(["[a-z]{40}", "[0-9]{3}x*", "[a-z]{40}"])
+    ]
+    before, engine = descendants(), tiny_engine()
+    expected = run_all(engine, requests)
+    steps, num_killed = iter(range(1000)), list[int]()
+    step = engine.core.step
+
+    def killing_step() -> list[Any]:
+        if next(steps) == 12:
+            killed = descendants() - before
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            num_killed.append(len(killed))
+        return step()
+
+    engine.core.step = killing_step  # type: ignore[method-assign]
+    assert [token_ids(o) for o in run_all(engine, requests)] == [token_ids(o) for o in expected]
+    assert num_killed == [3], "the tokenizer's process and two grammars'"
