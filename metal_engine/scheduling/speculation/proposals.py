@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -147,11 +148,16 @@ class Proposals:
         num_rows_left = len(times) - 1
         most = num_rows_left if self._costs_are_known else min(num_rows_left, 1)
         proposals: dict[Request, list[int]] = {}
-        for request in self._by_acceptance(likely):
+        ordered = self._by_acceptance(likely)
+        lengths = self._computed_lengths(ordered, num_rows_left)
+        for request in ordered:
+            num_pending = request.num_output_placeholders - num_planned
             if len(proposals) >= most or num_rows_left <= 0:
                 others.append(request)
-            elif drafts := self._drafts(request, self._most(request, request.num_output_placeholders - num_planned)):
+            elif drafts := self._drafts(request, self._most(request, num_pending)):
                 is_lookup = drafts[0] != UNKNOWN_DRAFT
+                if not is_lookup:
+                    drafts = drafts[: num_pending + max(1, lengths[request])]
                 if self.acceptance.of(request.request_id, drafts) < (least_of_lookups if is_lookup else least):
                     others.append(request)
                     continue
@@ -160,6 +166,23 @@ class Proposals:
                 num_rows_left -= len(drafts) if self._costs is not None else 0
         self._first += num_planned
         return proposals, others
+
+    def _computed_lengths(self, requests: list[Request], num_rows: int) -> Counter[Request]:
+        """Return how many drafts of a draft head each request may have, if there are ``num_rows`` rows for them.
+
+        A draft is accepted only if all earlier drafts of its request are. The first drafts of many requests are
+        therefore worth more than all drafts of a few. A draft model has to catch up with each request first, so it
+        drafts for a few.
+        """
+        if self._costs is None or self._costs.has_prefill:
+            return Counter(dict.fromkeys(requests, self._num_drafts))
+        acceptances = ((request, self.acceptance.computed.of(request.request_id)) for request in requests)
+        gains = [
+            (-(p**n), n, i, request)
+            for i, (request, p) in enumerate(acceptances)
+            for n in range(1, 1 + self._num_drafts)
+        ]
+        return Counter(request for *_, request in sorted(gains, key=lambda gain: gain[:3])[:num_rows])
 
     def _by_acceptance(self, requests: list[Request]) -> list[Request]:
         """Return requests ordered by acceptance probability, highest first. Equally likely requests rotate."""

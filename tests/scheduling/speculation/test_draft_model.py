@@ -243,6 +243,18 @@ def test_a_head_that_is_right_pays(num_requests: int, forward_seconds: float, mo
     assert with_drafts <= most * without
 
 
+@pytest.mark.parametrize(("num_requests", "most"), [(4, 0.75), (8, 0.92), (16, 0.77)])
+def test_many_requests_have_a_draft_each_before_any_has_more(num_requests: int, most: float) -> None:
+    """A row costs less from 16 rows on. All drafts of a few requests would not be worth a forward of the head."""
+
+    def seconds(num_rows: int) -> float:
+        return 0.2 + 0.05 * min(num_rows, 16) + 0.0275 * max(0, num_rows - 16)
+
+    without, _ = run(num_requests, None, seconds)
+    with_drafts, _ = run(num_requests, 0, seconds, 0.05, is_head=True)
+    assert with_drafts <= most * without
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_wrong_estimates_of_step_times_cost_little(is_ahead: bool) -> None:
     """Draft rows are estimated to take no time. A draft row takes as long as another row."""
