@@ -260,7 +260,7 @@ def _open_standard_streams() -> None:
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor, which is that of the stream
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the stream's number: the lowest that is free
             os.set_inheritable(descriptor, True)
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115

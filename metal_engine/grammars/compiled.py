@@ -44,7 +44,7 @@ _MAX_RESTARTS = 1
 
 
 class _ProcessEndedError(Exception):
-    """The process of a grammar has ended before its answer."""
+    """Raised if a grammar's process ends before it answers."""
 
 
 class SegmentEnd(Exception):
@@ -140,14 +140,14 @@ class CompiledGrammar:
         self._asked.appendleft(_COMPILING)
 
     def restart(self, num_restarts: int) -> None:
-        """Start a new process after one has ended. Its outputs must then send all of their tokens again.
+        """Start a new process if the last one has ended. Each output must then send all of its tokens again.
 
         Args:
             num_restarts: value of :attr:`num_restarts` when the process was asked. If it has increased, another output
                 has started the new process.
 
         Raises:
-            ValueError: the grammar has ended too many processes.
+            ValueError: the number of new processes has reached its limit.
         """
         if num_restarts < self.num_restarts:
             return
@@ -311,7 +311,7 @@ class GrammarMatcher:
         self._num_before = len(self._token_ids) - self._num_new if is_new else 0
 
     def _answer(self, deadline: float) -> np.ndarray | None:
-        """Return the requested masks. If the process has ended, a new one computes them."""
+        """Return the requested masks, from a new process if the process has ended."""
         while True:
             if self._num_restarts < self._grammar.num_restarts:
                 self._ask(())

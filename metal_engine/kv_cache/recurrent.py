@@ -167,7 +167,7 @@ class RecurrentState:
     def detach_arrays(self, name: str, reads: Slots, writes: Slots) -> mx.array:
         """Return the initial states of a decode step, [b, ...]. :meth:`attach_arrays` stores the states after the step.
 
-        The arguments are as for :meth:`take`, for a single group.
+        Takes the arguments of :meth:`take` for one group.
         """
         (states,) = self.take(name, [reads], [writes])
         assert states is not None

@@ -168,13 +168,14 @@ class Proposals:
         return proposals, others
 
     def _computed_lengths(self, requests: list[Request], num_rows: int) -> Counter[Request]:
-        """Return how many drafts of a draft head each request may have, if there are ``num_rows`` rows for them.
+        """Return the maximum number of computed drafts for each request. All requests share ``num_rows`` rows.
 
         A draft is accepted only if all earlier drafts of its request are. The first drafts of many requests are
         therefore worth more than all drafts of a few. A draft model has to catch up with each request first, so it
         drafts for a few.
         """
-        if self._costs is None or self._costs.has_prefill:
+        has_rows_for_all = num_rows >= len(requests) * self._num_drafts
+        if self._costs is None or self._costs.has_prefill or has_rows_for_all:
             return Counter(dict.fromkeys(requests, self._num_drafts))
         acceptances = ((request, self.acceptance.computed.of(request.request_id)) for request in requests)
         gains = [
