@@ -51,8 +51,14 @@ export async function storeImages(conversation, added) {
 async function save(image) {
   try {
     if (deleted.has(image.conversation)) return true;
-    const problem = await put(image);
-    if (problem?.name === "QuotaExceededError" && (await free(image))) return !(await put(image));
+    let problem = await put(image);
+    if (problem?.name === "QuotaExceededError" && (await free(image))) {
+      // Browsers may release the space of deleted images some time later.
+      for (let tries = 0; problem && tries < 5; tries++) {
+        if (tries) await new Promise((resolve) => setTimeout(resolve, 500));
+        problem = await put(image);
+      }
+    }
     return !problem;
   } catch {
     return false; // there is no IndexedDB
