@@ -12,7 +12,7 @@ import pytest
 
 from metal_engine.request import RequestOptions, RequestOutput
 from metal_engine.runner.features import Encoding
-from tests.support.speculation import speculative_config
+from tests.support.speculation import draft_for_free, speculative_config
 from tests.support.sweeps import sweep
 from tests.support.vision import (
     CONFIGS,
@@ -156,6 +156,7 @@ def test_drafts_after_images() -> None:
     """Rows of drafts have the rotary positions of output tokens. Some drafts are accepted, and some are rejected."""
     prompts, expected = cases_of("qwen3_vl")
     engine = make_engine(tiny_vision("qwen3_vl"), speculative=speculative_config(3))
+    draft_for_free(engine.core)
     tokens = expected[0].token_ids
     predicted = (*tokens[:4], *[(token + 1) % 240 for token in tokens[4:6]], *tokens[6:])
     request = prepared(engine, prompts[0], NUM_TOKENS)
