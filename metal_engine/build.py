@@ -18,12 +18,12 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
-from metal_engine.image_input import add_image_input, find_vision, warn_of_refusal, with_largest_image
+from metal_engine.image_encoder_loading import add_image_input, find_vision, warn_of_refusal, with_largest_image
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
 from metal_engine.lora.files import open_adapter
 from metal_engine.lora.registry import AdapterRegistry
-from metal_engine.opening import cannot_run, open_model
+from metal_engine.model_opening import cannot_run, open_model
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import TEXT_ONLY
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
@@ -334,7 +334,11 @@ def check_before_loading(
     from metal_engine.models.info import expected_model_info
 
     try:
-        if divide is not None and (whole := expected_model_info(args.model, facts)) is not None and whole.alone:
+        if (
+            divide is not None
+            and (whole := expected_model_info(args.model, facts)) is not None
+            and whole.own_caches_reason
+        ):
             check_kv_cache(args, whole, device)  # names the flag: such a model cannot be divided
         info = expected_model_info(args.model, facts, args.kv_cache_dtype, divide)
     except UnsupportedModelError as error:

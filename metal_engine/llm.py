@@ -28,10 +28,10 @@ from metal_engine.build import build_engine
 from metal_engine.engine.engine_client import EngineClient
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.errors import ParameterError
-from metal_engine.images import PromptImages
 from metal_engine.lora_adapter import Adapter, LoRARequest
 from metal_engine.media.local_messages import insert_images, split_images
 from metal_engine.pooling_params import PoolingParams
+from metal_engine.prompt_images import PromptImages
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats

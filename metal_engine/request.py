@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from metal_engine.images import PromptImages
 from metal_engine.lora_adapter import Adapter
 from metal_engine.pooling_params import PoolingParams
+from metal_engine.prompt_images import PromptImages
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.token_rules import NO_RULES, TokenRules
 

@@ -25,7 +25,7 @@ from tests.support.image_files import data_url, encoded, picture
 from tests.support.seeing import END, IMAGE, START, TEMPLATE, seeing_tokenizer
 from tests.support.serving import Served, serve
 from tests.support.vision import QWEN3_VL, TinyVision, VisionPrompt, golden
-from tests.test_image_input import SIZES, write_vision_checkpoint
+from tests.test_image_encoder_loading import SIZES, write_vision_checkpoint
 
 CHAT = "/v1/chat/completions"
 VOCAB_SIZE = END + 2

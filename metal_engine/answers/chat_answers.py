@@ -9,9 +9,9 @@ from typing import Any
 from metal_engine.answers.answer_format import AnswerFormat, begins_in_reasoning, is_past_reasoning
 from metal_engine.answers.deltas import AnswerDelta, TextDelta
 from metal_engine.answers.forced_calls import ForcedCallSplitter
+from metal_engine.answers.format_phases import call_phase, call_text, reasoning_phase
 from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
-from metal_engine.answers.phases import call_phase, call_text, reasoning_phase
 from metal_engine.answers.reasoning_splitter import CallsOrStructureSplitter, HandoverSplitter, ReasoningSplitter
 from metal_engine.answers.splitter import Splitter
 from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan

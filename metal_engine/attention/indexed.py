@@ -154,26 +154,26 @@ class SelectionPlan:
     Attributes:
         dims: dimensions of the index.
         num_rows: number of packed rows, N.
-        others: rows of the requests that attend to all keys, laid out as a step; None if there are no such requests.
-        other_rows: indices of the packed rows in ``others``, [M]; None if there are no such requests.
+        full_step: rows of the requests that attend to all keys, laid out as a step; None if there are no such requests.
+        full_rows: indices of the packed rows in ``full_step``, [M]; None if there are no such requests.
         tiles: tiles of the rows that select keys.
-        order: index of each packed row in the concatenation of ``other_rows`` and the rows of ``tiles``, [N].
+        order: index of each packed row in the concatenation of ``full_rows`` and the rows of ``tiles``, [N].
     """
 
     dims: Dims
     num_rows: int
     limits: Limits
-    others: StepRows | None
-    other_rows: mx.array | None
+    full_step: StepRows | None
+    full_rows: mx.array | None
     tiles: list[Tile]
     order: mx.array
     _attention: dict[Hashable, StepAttention] = field(default_factory=dict)
 
-    def attention_of_others(self, owner: object, for_step: Callable[[StepRows], StepAttention]) -> StepAttention:
-        """Return the attention of ``others``, created once for each ``owner``: the attention of the whole step."""
-        assert self.others is not None
+    def full_attention(self, owner: object, for_step: Callable[[StepRows], StepAttention]) -> StepAttention:
+        """Return the attention of ``full_step``, created once for each ``owner``: the attention of the whole step."""
+        assert self.full_step is not None
         if id(owner) not in self._attention:
-            self._attention[id(owner)] = for_step(self.others)
+            self._attention[id(owner)] = for_step(self.full_step)
         return self._attention[id(owner)]
 
 
@@ -218,15 +218,15 @@ def plan_selection(rows: StepRows, num_keys: int, dims: Dims, limits: Limits | N
         *(_group(rows, group) for group in groups),
         *(tile for s in segments if s not in small for tile in _tiles(rows, s, num_keys, limits)),
     ]
-    others, other_rows = None, np.flatnonzero(~is_selecting[rows.request_of_row])
-    if len(other_rows):
-        others = rows.of_requests(np.flatnonzero(~is_selecting))
-    places = np.concatenate([other_rows, *(places for places, _ in planned)])
+    full_step, full_rows = None, np.flatnonzero(~is_selecting[rows.request_of_row])
+    if len(full_rows):
+        full_step = rows.of_requests(np.flatnonzero(~is_selecting))
+    places = np.concatenate([full_rows, *(places for places, _ in planned)])
     order = np.empty(rows.num_tokens, np.int32)
     order[places[places >= 0]] = np.flatnonzero(places >= 0)
-    uploaded = None if others is None else mx.array(other_rows.astype(np.int32))
+    uploaded = None if full_step is None else mx.array(full_rows.astype(np.int32))
     tiles = [tile for _, tile in planned]
-    return SelectionPlan(dims, rows.num_tokens, limits, others, uploaded, tiles, mx.array(order))
+    return SelectionPlan(dims, rows.num_tokens, limits, full_step, uploaded, tiles, mx.array(order))
 
 
 _PlannedTile = tuple[np.ndarray, Tile]
@@ -277,7 +277,7 @@ def attend_selected(
 
     Args:
         selection: keys that rows attend to.
-        owner: the attention of the step, see :meth:`SelectionPlan.attention_of_others`.
+        owner: the attention of the step, see :meth:`SelectionPlan.full_attention`.
         for_step: function of the backend that plans a step's attention.
         q: queries.
         state: keys and values, which include those of this step.
@@ -287,9 +287,9 @@ def attend_selected(
     plan = selection.plan
     width = state.spec.latent_dim or state.spec.v_head_dim
     outputs: list[mx.array] = []
-    if plan.other_rows is not None:
-        others = plan.attention_of_others(owner, for_step)
-        outputs.append(others.attend(q[plan.other_rows], state, scale=scale))
+    if plan.full_rows is not None:
+        full = plan.full_attention(owner, for_step)
+        outputs.append(full.attend(q[plan.full_rows], state, scale=scale))
     for tile, positions in zip(plan.tiles, selection.positions, strict=True):
         outputs += attend_tile(tile, positions)
     return mx.concatenate([out[..., :width] for out in outputs])[plan.order]

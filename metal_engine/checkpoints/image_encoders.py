@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from metal_engine.images import SeesItself
+from metal_engine.prompt_images import BidirectionalLayers
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import TEXT_ONLY
 from metal_engine.settings.speculative import speculative_config
@@ -58,7 +58,7 @@ def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
     return _mlx_vlm_problem()
 
 
-def sees_itself(config: Mapping[str, Any]) -> SeesItself:
+def bidirectional_layers(config: Mapping[str, Any]) -> BidirectionalLayers:
     """Return the layers in which the tokens of an image attend to each other by the published definition.
 
     Args:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from metal_engine.checkpoints.files import read_json
-from metal_engine.checkpoints.image_encoders import sees_itself
+from metal_engine.checkpoints.image_encoders import bidirectional_layers
 from metal_engine.errors import ModelLoadError
 from metal_engine.settings.config import VisionConfig
 
@@ -60,7 +60,7 @@ def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
         merge_size=_merge_size(family, config, vision, processor),
         num_features=_num_features(family, config, vision),
         max_image_tokens=max_tokens,
-        sees_itself=sees_itself(config),
+        bidirectional_layers=bidirectional_layers(config),
     )
 
 

@@ -62,7 +62,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         )
     else:
         del facts["speculation"]
-    if not model.alone:
+    if not model.own_caches_reason:
         del facts["requests"]
     if not facts["images"]:
         del facts["images"]
@@ -135,7 +135,7 @@ def _images(config: EngineConfig) -> str:
     """Describe the limits of an image's tokens. Empty if the model takes no images."""
     if (vision := config.vision) is None:
         return ""
-    whole = "; one step computes a whole image" if vision.sees_itself else ""
+    whole = "; one step computes a whole image" if vision.bidirectional_layers else ""
     if vision.most_image_tokens == vision.num_features:
         return f"{vision.most_image_tokens:,} tokens each{whole}"
     limits = "--mm-processor-kwargs, --max-num-encoder-tokens"

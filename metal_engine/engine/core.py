@@ -142,7 +142,7 @@ class EngineCore:
 
     def _release_own_caches(self) -> None:
         """Free mlx-lm's own caches of the last request. With other requests, the next step frees them."""
-        if self.config.model.alone and not self.has_requests and not self._has_released:
+        if self.config.model.own_caches_reason and not self.has_requests and not self._has_released:
             self._has_released = self.runner.release_cache()
 
     def release_memory(self) -> None:

@@ -7,18 +7,18 @@ from functools import partial
 
 from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.pooling_defaults import resolve_pooling
-from metal_engine.engine.token_rules import GrammarMaker, TokenRulesMaker
+from metal_engine.engine.token_rules_maker import GrammarMaker, TokenRulesMaker
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
-from metal_engine.images import PromptImages
 from metal_engine.lora_adapter import Adapter
 from metal_engine.media.limits import MAX_INPUT_BYTES
 from metal_engine.media.processing import ImageProcessing
 from metal_engine.pooling_params import PoolingParams
+from metal_engine.prompt_images import PromptImages
 from metal_engine.request import PreparedRequest
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.images import largest_step
-from metal_engine.scheduling.limits import check_fits, chunk_unit
+from metal_engine.scheduling.image_features import largest_step
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
+from metal_engine.scheduling.token_allotment import check_fits, chunk_unit
 from metal_engine.settings.config import EngineConfig
 from metal_engine.text.prompt_boundaries import PromptBoundaries
 from metal_engine.text.stop_strings import stop_automaton
@@ -179,7 +179,7 @@ class RequestPreparer:
             raise ParameterError("truncate_prompt_tokens", "a prompt with images cannot be truncated")
         images.check(len(prompt))
         largest, limit = max(image.num_features for image in images.images), self._config.scheduler
-        if images.sees_itself:
+        if images.bidirectional_layers:
             self._check_step(images, params)
         if largest > limit.max_num_encoder_tokens:
             message = (

@@ -21,9 +21,9 @@ from functools import cached_property
 
 import numpy as np
 
-from metal_engine.images import SeesItself
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT, Segments
 from metal_engine.kv_cache.writes import MakeWrites, SlotWrites, Writes
+from metal_engine.prompt_images import BidirectionalLayers
 
 
 def slots_of(
@@ -45,11 +45,11 @@ class ImageSpans:
 
     Attributes:
         rows: [S, 2] int32, first row and end of each image, rising. A span has all rows of its image.
-        sees_itself: layers in which a row of a span attends to later rows of the span.
+        bidirectional_layers: layers in which a row of a span attends to later rows of the span.
     """
 
     rows: np.ndarray
-    sees_itself: SeesItself
+    bidirectional_layers: BidirectionalLayers
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class StepRows:
             window: sliding window of the layer, or None.
         """
         spans = self.image_spans
-        if spans is None or (window is None and spans.sees_itself == "layers with windows"):
+        if spans is None or (window is None and spans.bidirectional_layers == "layers with windows"):
             return None
         return spans.rows
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from metal_engine.errors import short
-from metal_engine.images import PromptImages
 from metal_engine.media.decoder import ImageError
 from metal_engine.media.processing import ImageProcessing
 from metal_engine.media.sources import ImageSource
+from metal_engine.prompt_images import PromptImages
 from metal_engine.settings.config import EngineConfig
 
 Message = dict[str, Any]

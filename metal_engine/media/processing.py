@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from metal_engine.errors import PromptError
-from metal_engine.images import AxesPositions, PromptImage, PromptImages
 from metal_engine.media.decoder import ImageDecoder, ImageError, check_size
 from metal_engine.media.families.base import Grid, ImageFamily
 from metal_engine.media.families.find import find_family
@@ -17,6 +16,7 @@ from metal_engine.media.limits import MAX_IMAGES, MAX_TOTAL_BYTES
 from metal_engine.media.newlines import NewlineJoiner
 from metal_engine.media.sources import Detail, ImageSource, SourceError
 from metal_engine.media.store import ImageStore, LoadedImage, size_of
+from metal_engine.prompt_images import AxesPositions, PromptImage, PromptImages
 from metal_engine.settings.config import VisionConfig
 
 # Maximum time for downloading the images of a request, in seconds, except for the last download.
@@ -36,7 +36,7 @@ class ImageProcessing:
         self._image_token_id = vision.image_token_id
         own = vision.placeholder_token_id
         self._placeholder_id = vision.image_token_id if own is None else own
-        self._sees_itself = vision.sees_itself
+        self._bidirectional_layers = vision.bidirectional_layers
         self._encode = encode
         self._newlines = NewlineJoiner(encode)
         self._decoder = ImageDecoder(vision)
@@ -159,7 +159,7 @@ class ImageProcessing:
             offset = starts[2 * i + 1]
             positions = (features + offset).astype(np.int32)
             inputs = dict(image.inputs or {})
-            inserted.append(PromptImage(positions, image.content_hash, inputs, self._sees_itself))
+            inserted.append(PromptImage(positions, image.content_hash, inputs, self._bidirectional_layers))
             spans.append((int(positions[0]), image.grid))
         whole = np.concatenate(pieces)
         axes = self._axes(len(whole), spans) if self._family.has_axes else None

@@ -133,7 +133,7 @@ def _check_logits(
 ) -> float:
     selection = SelectionCheck(paged)
     # mlx-lm's own caches may hold values of 4 or 8 bits, which float32 logits amplify: other chunks round differently.
-    dtype = mx.float16 if paged.alone and paged.dtype == mx.float32 else paged.dtype
+    dtype = mx.float16 if paged.own_caches_reason and paged.dtype == mx.float32 else paged.dtype
     for seed in range(_ATTEMPTS[dtype]):
         requests = _Requests.of(paged, vocab_size, block_size, seed, agree)
         with selection.recording():

@@ -18,7 +18,7 @@ from metal_engine.checkpoints.model_classes import model_classes
 from metal_engine.checkpoints.requirements import CheckpointRequirements
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.state import IndexState
-from metal_engine.models.alone import open_paged_model
+from metal_engine.models.own_caches_model import open_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.config import ModelInfo
 
@@ -105,7 +105,7 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
         unquantized_kv_bytes_per_token=paged.pool.unquantized_bytes_per_token,
         state_bytes_per_request=paged.pool.bytes_per_request,
         has_index=paged.pool.has_index,
-        alone=paged.alone,
+        own_caches_reason=paged.own_caches_reason,
         max_position_embeddings=_context_length(text_config, paged.model),
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
@@ -117,7 +117,7 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
 
 def _num_layers(paged: PagedModel) -> int:
     """Return the number of layers with a state."""
-    if paged.alone:
+    if paged.own_caches_reason:
         return len(make_prompt_cache(paged.model))
     return sum(not isinstance(state, IndexState) for state in paged.pool.states)
 

@@ -74,11 +74,11 @@ class PagedModel:
         adapters: layers with LoRA adapters, set by :meth:`adapt`; None before.
         images: image input, set by :meth:`see`; None if the model takes text only.
         index_top_k: largest number of keys that an index selects for a row; None if no layer has an index.
-        alone: reason why requests run alone over mlx-lm's own caches; empty if they are packed.
+        own_caches_reason: reason why requests run alone over mlx-lm's own caches; empty if they are packed.
         hidden_problem: reason to refuse embeddings, if the rows of ``hidden_indices`` are not hidden states; else None.
     """
 
-    alone = ""
+    own_caches_reason = ""
 
     def __init__(
         self,

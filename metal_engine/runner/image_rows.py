@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from metal_engine.images import AxesPositions, PromptImages, SeesItself
 from metal_engine.kv_cache.rows import ImageSpans, StepRows
+from metal_engine.prompt_images import AxesPositions, BidirectionalLayers, PromptImages
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class ImageTable:
             ValueError: the step has only a part of such an image.
         """
         found = []
-        sees_itself: SeesItself = ""
+        bidirectional_layers: BidirectionalLayers = ""
         for request in np.flatnonzero(rows.context_lens < self._image_stops[indices]).tolist():
             images = self._images[int(indices[request])]
-            if not images.sees_itself:
+            if not images.bidirectional_layers:
                 continue
             start, stop = int(rows.context_lens[request]), int(rows.seq_lens[request])
             offset = int(rows.cu_seqlens_q[request]) - start
@@ -107,8 +107,8 @@ class ImageTable:
                     if image.start < start or image.stop > stop:
                         raise ValueError("bad plan: it cuts an image whose tokens attend to each other")
                     found.append((image.start + offset, image.stop + offset))
-                    sees_itself = image.sees_itself
-        return ImageSpans(np.array(found, np.int32), sees_itself) if found else None
+                    bidirectional_layers = image.bidirectional_layers
+        return ImageSpans(np.array(found, np.int32), bidirectional_layers) if found else None
 
     def rows(self, indices: np.ndarray, rows: StepRows, ahead: int = 0) -> ImageRows | None:
         """Return the rows of a step with features of images; None if there are none.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import Block
-from metal_engine.scheduling.limits import PrefillAllocator, is_long
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.recurrent_checkpoints import RequestStates
+from metal_engine.scheduling.token_allotment import PrefillAllocator, is_long
 from metal_engine.scheduling.waiting_queue import WaitingQueue
 from metal_engine.settings.config import SchedulerConfig
 

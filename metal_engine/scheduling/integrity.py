@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from metal_engine.scheduling.limits import is_long, num_remaining
+from metal_engine.scheduling.token_allotment import is_long, num_remaining
 
 if TYPE_CHECKING:
     from metal_engine.scheduling.scheduler import Scheduler

@@ -17,12 +17,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from metal_engine.images import PromptImages
 from metal_engine.kv_transfer.scheduler_side import Missing
 from metal_engine.lora_adapter import Adapter
+from metal_engine.prompt_images import PromptImages
 from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import Block, BlockManager
-from metal_engine.scheduling.images import last_cut
+from metal_engine.scheduling.image_features import last_cut
 from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.settings.config import CacheConfig
 

@@ -12,15 +12,21 @@ from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestOutput, RequestStatus
 from metal_engine.scheduling.admission import Admissions, Candidate
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.images import RequestImages
+from metal_engine.scheduling.image_features import RequestImages
 from metal_engine.scheduling.integrity import check_integrity
-from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillAllocator, StepBudget, chunk_unit, num_remaining
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 from metal_engine.scheduling.speculation.proposals import Proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.scheduling.stats import SchedulerStats
+from metal_engine.scheduling.token_allotment import (
+    MAX_PROMPT_ROWS,
+    PrefillAllocator,
+    StepBudget,
+    chunk_unit,
+    num_remaining,
+)
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from metal_engine.media.sources import ImageSource
 from metal_engine.server.errors import invalid, invalid_prompt, model_not_loaded, validated
-from metal_engine.server.generation.images import with_image_tokens
+from metal_engine.server.generation.image_loading import with_image_tokens
 from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.json_parts import JSONParts, Placeholder

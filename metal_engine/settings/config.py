@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from metal_engine.images import SeesItself
+from metal_engine.prompt_images import BidirectionalLayers
 from metal_engine.settings.args import GIB
 
 # Memory that stays free on a GPU for allocator rounding and for attention over longer contexts than measured.
 MARGIN_BYTES = GIB // 4
 # Value of :attr:`EngineConfig.replay` if decode steps are replayed.
 REPLAYS = "on"
-# Way in which requests run if :attr:`ModelInfo.alone` is set.
-ALONE = "one after another over mlx-lm's own caches, without a prefix cache"
+# Way in which requests run if :attr:`ModelInfo.own_caches_reason` is set.
+OWN_CACHES = "one after another over mlx-lm's own caches, without a prefix cache"
 # Reasons why a model's decode steps are not replayed.
 NO_REPLAY_WITHOUT_KERNEL = "the kernel does not compute all of its attention"
 NO_REPLAY_WITH_INDEX = "its layers attend to keys that an index selects"
@@ -80,8 +80,8 @@ class VisionConfig:
             the checkpoint's own limit.
         least_image_tokens: number of tokens of the smallest image that the image processor makes; 0 if unknown.
         most_image_tokens: number of tokens of the largest image that the image processor makes; 0 if unknown.
-        sees_itself: layers in which an image's tokens attend to each other (:class:`metal_engine.images.PromptImage`).
-            A step computes such an image as a whole.
+        bidirectional_layers: layers in which an image's tokens attend to each other
+            (:class:`metal_engine.prompt_images.PromptImage`). A step computes such an image as a whole.
     """
 
     family: str
@@ -94,7 +94,7 @@ class VisionConfig:
     max_image_tokens: int | None = None
     least_image_tokens: int = 0
     most_image_tokens: int = 0
-    sees_itself: SeesItself = ""
+    bidirectional_layers: BidirectionalLayers = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,8 @@ class ModelInfo:
         unquantized_kv_bytes_per_token: size of K and V without quantization, in bytes; None if they are not quantized.
         state_bytes_per_request: size of a request's recurrent states in bytes, independent of its length.
         has_index: True if a layer attends only to the keys that an index selects.
-        alone: reason why the requests of a step run one after another over mlx-lm's own caches; empty if they are
-            packed.
+        own_caches_reason: reason why the requests of a step run one after another over mlx-lm's own caches; empty if
+            they are packed.
         max_position_embeddings: context length for which the checkpoint was trained, in tokens, if known.
         num_heads: number of query heads of a layer.
         default_sampling: recommended sampling parameters of the checkpoint, for requests without parameters.
@@ -135,7 +135,7 @@ class ModelInfo:
     unquantized_kv_bytes_per_token: int | None = None
     state_bytes_per_request: int = 0
     has_index: bool = False
-    alone: str = ""
+    own_caches_reason: str = ""
     max_position_embeddings: int | None
     num_heads: int = 1
     head_dim: int = 1
@@ -362,7 +362,7 @@ class EngineConfig:
     @property
     def requests(self) -> str:
         """How the requests of a step run: ``packed``, or one after another with the reason."""
-        return f"{ALONE}: {self.model.alone}" if self.model.alone else "packed"
+        return f"{OWN_CACHES}: {self.model.own_caches_reason}" if self.model.own_caches_reason else "packed"
 
     @property
     def speculation(self) -> str | None:
@@ -432,7 +432,7 @@ class EngineConfig:
     def vision(self) -> VisionConfig | None:
         """Processing of images, with the limit of a step on an image's tokens; None if images are refused."""
         vision, most = self.model.vision, self.scheduler.max_num_encoder_tokens
-        if vision is not None and vision.sees_itself:
+        if vision is not None and vision.bidirectional_layers:
             most = min(most, self.scheduler.room_for_image(self.cache.block_size))
         if vision is None or self.model.image_refusal is not None:
             return None

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import (
-    ALONE,
     NO_REPLAY_WITH_INDEX,
     NO_REPLAY_WITHOUT_KERNEL,
+    OWN_CACHES,
     REPLAYS,
     AttentionLayers,
     CacheConfig,
@@ -153,7 +153,7 @@ def _for_model(args: EngineArgs, model: ModelInfo) -> EngineArgs:
     Raises:
         ConfigError: the model runs over mlx-lm's own caches, and a setting needs packed steps.
     """
-    if not model.alone:
+    if not model.own_caches_reason:
         return args
     needs_packed_steps = {
         "--speculative-config": args.speculative_config is not None,
@@ -165,9 +165,8 @@ def _for_model(args: EngineArgs, model: ModelInfo) -> EngineArgs:
     }
     for flag, is_used in needs_packed_steps.items():
         if is_used:
-            raise ConfigError(
-                flag, f"does not work with {model.name}, whose requests run {ALONE} ({model.alone}); remove it"
-            )
+            runs = f"run {OWN_CACHES} ({model.own_caches_reason})"
+            raise ConfigError(flag, f"does not work with {model.name}, whose requests {runs}; remove it")
     return replace(args, enable_prefix_caching=False)
 
 
@@ -190,7 +189,7 @@ def too_small_for_images(
     needs = f"an image has at least {least} tokens"
     if args.max_model_len is not None and least >= args.max_model_len:
         return f"{needs}, but --max-model-len is {args.max_model_len}; raise it"
-    if not vision.sees_itself or model is None:
+    if not vision.bidirectional_layers or model is None:
         return None
     scheduler = _scheduler(args, replace(model, image_refusal=None, vision=vision), device, None)
     room = scheduler.room_for_image(args.block_size)
@@ -266,8 +265,8 @@ def _replay(args: EngineArgs, attention_backend: str, attention_layers: Attentio
         return "off: several ranks share the model"
     if attention_layers.not_covered:
         return f"off: {NO_REPLAY_WITHOUT_KERNEL}"
-    if model.alone:
-        return f"off: requests run {ALONE}"
+    if model.own_caches_reason:
+        return f"off: requests run {OWN_CACHES}"
     if model.has_index:
         return f"off: {NO_REPLAY_WITH_INDEX}"
     return REPLAYS
@@ -326,7 +325,7 @@ def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
 def _uncut_tokens(args: EngineArgs, model: ModelInfo) -> int:
     """Return the tokens of a step for an image that no chunk may cut, with the blocks at its ends."""
     vision = model.vision
-    if vision is None or not vision.sees_itself or model.image_refusal is not None:
+    if vision is None or not vision.bidirectional_layers or model.image_refusal is not None:
         return 0
     return (vision.num_features or vision.max_image_tokens or 0) + 2 * args.block_size
 

@@ -26,7 +26,7 @@ def number(value: Any) -> int:
     return abs(value) if isinstance(value, int) else 0
 
 
-def widths(text: str) -> int:
+def sum_of_numbers(text: str) -> int:
     """Return the sum of all numbers in a format string: at least the sum of its widths and precisions."""
     return sum(int(digits[:_MAX_DIGITS]) for digits in re.findall(r"\d+", text))
 
@@ -108,7 +108,7 @@ def formatted(text: Any, given: Any) -> int:
     stars = numbers if "*" in spelled else 0
     # Each placeholder uses one value of a tuple. A single value, or a named value, may be used by every placeholder.
     values = total if isinstance(given, tuple) else places * total
-    return widths(spelled) + stars + values + places * STEP
+    return sum_of_numbers(spelled) + stars + values + places * STEP
 
 
 def _totals(value: Any) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from metal_engine.text.template_growth import (
     dated,
     formatted,
     number,
-    widths,
+    sum_of_numbers,
 )
 
 # Stand-ins: characters that may replace others during rendering. Hardly any text contains these symbols, and changing
@@ -301,7 +301,7 @@ class _SpendingFormatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         budget = current_budget()
         budget.read(value)
-        budget.spend(4 * (length(value) + len(format_spec) + widths(format_spec)))
+        budget.spend(4 * (length(value) + len(format_spec) + sum_of_numbers(format_spec)))
         return super().format_field(value, format_spec)
 
 

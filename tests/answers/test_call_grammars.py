@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.format_phases import call_phase
 from metal_engine.answers.harmony import HarmonySplitter, harmony_format
 from metal_engine.answers.mark_splitter import MarkSplitter
-from metal_engine.answers.phases import call_phase
 from metal_engine.answers.splitter import Splitter
 from metal_engine.checkpoints.answer_formats import CALL_SYNTAXES
 from metal_engine.errors import ParameterError

@@ -14,7 +14,7 @@ import pytest
 
 from metal_engine.answers.chat_answers import ChatAnswers
 from metal_engine.answers.deltas import assemble
-from metal_engine.answers.phases import call_phase
+from metal_engine.answers.format_phases import call_phase
 from metal_engine.answers.tool_plan import ToolPlan
 from metal_engine.checkpoints.answer_formats import CALL_SYNTAXES, find_answer_format
 from tests.support.call_walks import called, vocabulary

@@ -36,12 +36,14 @@ LIMITS = {"cpu": CPU_LIMITS, "gpu": GPU_LIMITS, "tiled": TILED}
 
 
 def step_with_images(
-    parts: list[tuple[int, int, list[tuple[int, int]]]], sees_itself: Any = "every layer", **options: Any
+    parts: list[tuple[int, int, list[tuple[int, int]]]], bidirectional_layers: Any = "every layer", **options: Any
 ) -> PackedStep:
     starts = np.cumsum([0, *(n for n, _, _ in parts)]).tolist()
     spans = [(first + a, first + b) for first, (_, _, own) in zip(starts, parts, strict=False) for a, b in own]
     step = make_step([(n, context) for n, context, _ in parts], spans=spans, **options)
-    return replace(step, rows=replace(step.rows, image_spans=ImageSpans(np.array(spans, np.int32), sees_itself)))
+    return replace(
+        step, rows=replace(step.rows, image_spans=ImageSpans(np.array(spans, np.int32), bidirectional_layers))
+    )
 
 
 def error(step: PackedStep, limits: Limits, **options: Any) -> float:

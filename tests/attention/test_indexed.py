@@ -156,7 +156,7 @@ def test_memory_does_not_grow_with_the_context() -> None:
 def test_layers_share_one_plan_of_the_other_rows() -> None:
     step = IndexedStep.random(SEGMENTS, **LATENTS)
     plan = plan_selection(step.packed.rows, TOP_K, step.index.dims)
-    assert plan is not None and plan.others is not None
+    assert plan is not None and plan.full_step is not None
     attention = PortableBackend().for_step(step.packed.rows)
     planned = []
 
@@ -165,8 +165,8 @@ def test_layers_share_one_plan_of_the_other_rows() -> None:
         return attention
 
     for _ in range(3):
-        assert plan.attention_of_others(attention, for_step) is attention
-    assert planned == [plan.others]
+        assert plan.full_attention(attention, for_step) is attention
+    assert planned == [plan.full_step]
     assert plan_selection(step.packed.rows, 1000, step.index.dims) is None
     alone = plan_selection(step.packed.alone(4).rows, TOP_K, step.index.dims)
-    assert alone is not None and alone.others is None
+    assert alone is not None and alone.full_step is None

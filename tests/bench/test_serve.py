@@ -17,7 +17,7 @@ from metal_engine.bench.args import BenchServeArgs
 from metal_engine.bench.datasets import BenchRequest
 from metal_engine.bench.serve import bench_serve
 from metal_engine.errors import ConfigError
-from metal_engine.images import PromptImages
+from metal_engine.prompt_images import PromptImages
 from metal_engine.request import PreparedRequest
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.support.http_server import QuietHandler, http_server

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from metal_engine.cli.banner import print_banner, startup_facts
-from metal_engine.image_input import with_largest_image
+from metal_engine.image_encoder_loading import with_largest_image
 from metal_engine.settings.config import RankInfo, VisionConfig
 from tests.support.seeing import VISION, seeing_config
 from tools.fixtures.fake_engine import fake_config
@@ -117,9 +117,11 @@ def test_the_limit_of_images_is_shown() -> None:
     assert "32 tokens an image at most" in shown(most=32)
     assert "128 tokens an image at most" in shown(dataclasses.replace(VISION, max_image_tokens=None))
     gemma3 = VisionConfig(family="gemma3", image_token_id=1, num_features=256, max_image_tokens=1280)
-    gemma3 = dataclasses.replace(gemma3, sees_itself="every layer")
+    gemma3 = dataclasses.replace(gemma3, bidirectional_layers="every layer")
     assert shown(gemma3, 2048) == "256 tokens each; one step computes a whole image"
-    gemma4 = VisionConfig(family="gemma4", image_token_id=1, max_image_tokens=300, sees_itself="layers with windows")
+    gemma4 = VisionConfig(
+        family="gemma4", image_token_id=1, max_image_tokens=300, bidirectional_layers="layers with windows"
+    )
     assert shown(gemma4, 2048).startswith("280 tokens an image at most; one step computes a whole image; larger")
     assert shown(gemma4, 2048, budget=264).startswith("140 tokens an image at most")  # 201 beside 63 decodes
     assert "images" not in startup_facts(fake_config(), "http://a", ("fake",))

@@ -9,7 +9,7 @@ import pytest
 
 from metal_engine.engine.preparer import MAX_IMAGE_BYTES, RequestPreparer
 from metal_engine.errors import ParameterError, PromptError
-from metal_engine.images import AxesPositions, PromptImage, PromptImages, SeesItself
+from metal_engine.prompt_images import AxesPositions, BidirectionalLayers, PromptImage, PromptImages
 from metal_engine.sampling_params import SamplingParams
 from tools.fixtures.fake_engine import fake_config, tiny_tokenizer
 
@@ -24,9 +24,11 @@ def preparer(refusal: str | None = None) -> RequestPreparer:
     )
 
 
-def image(*positions: int, pixels: np.ndarray | None = None, sees_itself: SeesItself = "") -> PromptImage:
+def image(
+    *positions: int, pixels: np.ndarray | None = None, bidirectional_layers: BidirectionalLayers = ""
+) -> PromptImage:
     inputs = {"pixel_values": np.zeros(3, np.float32) if pixels is None else pixels}
-    return PromptImage(np.array(positions, np.int32), b"a", inputs, sees_itself)
+    return PromptImage(np.array(positions, np.int32), b"a", inputs, bidirectional_layers)
 
 
 def test_images_become_part_of_the_request() -> None:
@@ -51,7 +53,7 @@ def test_a_model_without_an_encoder_refuses_images() -> None:
     [
         ((image(*range(9)),), "9 tokens, more than --max-num-encoder-tokens 8"),
         ((image(1, pixels=np.zeros(MAX_IMAGE_BYTES + 1, np.uint8)),), "MiB of memory together"),
-        ((image(1, 2, 3, 4, 5, 6, sees_itself="every layer"),), "needs 6 tokens of one step"),
+        ((image(1, 2, 3, 4, 5, 6, bidirectional_layers="every layer"),), "needs 6 tokens of one step"),
     ],
 )
 def test_what_cannot_be_served(images: tuple[PromptImage, ...], problem: str) -> None:
@@ -60,7 +62,7 @@ def test_what_cannot_be_served(images: tuple[PromptImage, ...], problem: str) ->
 
 
 def test_prompt_logprobs_of_images_that_see_themselves() -> None:
-    images = PromptImages((image(1, sees_itself="every layer"),))
+    images = PromptImages((image(1, bidirectional_layers="every layer"),))
     with pytest.raises(ParameterError, match="prompt_logprobs"):
         preparer().prepare(PROMPT, SamplingParams(prompt_logprobs=1), images=images)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metal_engine.answers.phases import call_phase
-from metal_engine.engine.phase_rules import PhaseRulesMaker
+from metal_engine.answers.format_phases import call_phase
+from metal_engine.engine.phase_rules_maker import PhaseRulesMaker
 from metal_engine.grammars.call_grammar import _MAX_COMPILATIONS, CallGrammar, faulty_arguments
 from metal_engine.grammars.compiled import CompiledGrammar, SegmentEnd
 from metal_engine.grammars.compiler import GrammarCompiler

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
+from metal_engine.answers.format_phases import call_phase, reasoning_phase
 from metal_engine.answers.harmony import TOKENS, harmony_format
-from metal_engine.answers.phases import call_phase, reasoning_phase
-from metal_engine.engine.token_rules import TokenRulesMaker
+from metal_engine.engine.token_rules_maker import TokenRulesMaker
 from metal_engine.output_phases import OutputPhases
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.text.tokenizer import Tokenizer

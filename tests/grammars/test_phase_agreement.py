@@ -15,13 +15,13 @@ import pytest
 from llguidance import LLMatcher
 
 from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.format_phases import call_phase, reasoning_phase
 from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
-from metal_engine.answers.phases import call_phase, reasoning_phase
-from metal_engine.engine.phase_rules import PhaseRulesMaker
+from metal_engine.engine.phase_rules_maker import PhaseRulesMaker
 from metal_engine.grammars.call_grammar import CallGrammar
 from metal_engine.grammars.compiled import SegmentEnd
-from metal_engine.grammars.phases import PhaseMatcher
+from metal_engine.grammars.phase_matcher import PhaseMatcher
 from metal_engine.grammars.source import grammar_source
 from metal_engine.output_phases import CallPhase, OutputPhases, ReasoningPhase
 from metal_engine.text.tokenizer import Tokenizer

@@ -13,10 +13,10 @@ from PIL import Image
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from metal_engine.images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS, PromptImages
 from metal_engine.media.families.base import ImageFamily
 from metal_engine.media.families.find import FAMILIES, find_family
 from metal_engine.media.processing import ImageProcessing, LoadedImage
+from metal_engine.prompt_images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS, PromptImages
 from metal_engine.settings.config import VisionConfig
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.image_files import picture
@@ -194,7 +194,7 @@ def gemma3() -> Case:
     own.fetch_images = lambda images: images
     golden = golden_of(module.Gemma3Processor(own, hf, image_seq_length=16), nested=True, **AS_NUMPY)
     placeholder = {"marker": marks[1], "placeholder_token_id": hf.convert_tokens_to_ids(marks[1])}
-    options = {"family": "gemma3", "processor": settings, "num_features": 16, "sees_itself": "every layer"}
+    options = {"family": "gemma3", "processor": settings, "num_features": 16, "bidirectional_layers": "every layer"}
     return Case(hf, marks[0], golden, **placeholder, **options)
 
 
@@ -215,7 +215,7 @@ def gemma4() -> Case:
         ids = np.asarray(found["input_ids"])
         return {"input_ids": ids, "pixel_values": patches, "image_position_ids": np.array([positions])}
 
-    return Case(hf, marks[0], golden, family="gemma4", processor=settings, sees_itself="layers with windows")
+    return Case(hf, marks[0], golden, family="gemma4", processor=settings, bidirectional_layers="layers with windows")
 
 
 CASES: dict[str, Callable[[], Case]] = {

@@ -22,13 +22,13 @@ from PIL import Image
 from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.errors import OverloadedError
 from metal_engine.forks.channel import framed, receive
-from metal_engine.images import PromptImages
 from metal_engine.media import decoder as decoder_module
 from metal_engine.media import process
 from metal_engine.media.decoder import ImageDecoder, ImageError
 from metal_engine.media.families.find import find_family
 from metal_engine.media.processing import ImageProcessing
 from metal_engine.media.store import ImageStore, LoadedImage
+from metal_engine.prompt_images import PromptImages
 from metal_engine.settings.config import VisionConfig
 from tests.support import seeing
 from tests.support.image_files import encoded, hostile_files, picture, png

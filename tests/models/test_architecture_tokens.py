@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from metal_engine.models.alone import AloneModel
+from metal_engine.models.own_caches_model import OwnCachesModel
 from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
-from tools.fixtures.architectures import ALONE
+from tools.fixtures.architectures import OWN_CACHES
 from tools.fixtures.fake_engine import VOCAB_SIZE
 
 REPLAYED = ["afm7", "baichuan_m1", "gpt_bigcode", "iquestloopcoder", "llama4", "longcat_flash_ngram", "plamo", "plamo2"]
@@ -69,7 +69,7 @@ def test_preempted_requests_and_steps_planned_ahead(architecture: str) -> None:
     assert engine.scheduler.num_preemptions
 
 
-@pytest.mark.parametrize("architecture", ALONE)
+@pytest.mark.parametrize("architecture", OWN_CACHES)
 def test_alone_in_chunks_then_preempted_ahead_then_after_a_failed_step(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,21 +81,21 @@ def test_alone_in_chunks_then_preempted_ahead_then_after_a_failed_step(
     assert engine.scheduler.num_preemptions
     assert not engine.runner.pool.own_caches.pending()  # no step comes after the last request
     engine = engine_of(architecture, enable_prefix_caching=False)
-    original, calls = AloneModel.forward, iter(range(100))
+    original, calls = OwnCachesModel.forward, iter(range(100))
 
-    def fail_after_the_forward(self: AloneModel, *args: Any) -> Any:
+    def fail_after_the_forward(self: OwnCachesModel, *args: Any) -> Any:
         result = original(self, *args)
         if next(calls) == 5:
             raise RuntimeError("a failed step")
         return result
 
-    monkeypatch.setattr(AloneModel, "forward", fail_after_the_forward)
+    monkeypatch.setattr(OwnCachesModel, "forward", fail_after_the_forward)
     assert outputs_of(engine, 2)[0] == mlx_lms_tokens(architecture)[:2]
     assert engine.metrics.num_failed_steps == 1
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, pytest.param(mx.bfloat16, marks=pytest.mark.full)], ids=str)
-@pytest.mark.parametrize("architecture", ALONE)
+@pytest.mark.parametrize("architecture", OWN_CACHES)
 def test_alone_beside_a_grammar_a_stop_string_and_an_abort(architecture: str, dtype: mx.Dtype) -> None:
     """All prompts fit into a step, so that mlx-lm computes the same chunks, and rounds in the same way."""
     engine = engine_of(architecture, dtype=dtype, max_num_batched_tokens=256, enable_prefix_caching=False)

@@ -28,15 +28,15 @@ from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.spec import LatentSpec
-from metal_engine.models.alone import open_paged_model
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionMask, ChunkedLayerCache, LayerCache
+from metal_engine.models.own_caches_model import open_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from tests.support.sweeps import diagonal
 from tools.docs.models import DOC, models_doc, supported_row
-from tools.fixtures.architectures import ALONE, METAL_ONLY, SUPPORTED, UNSUPPORTED, VOCAB_SIZE, configuration
+from tools.fixtures.architectures import METAL_ONLY, OWN_CACHES, SUPPORTED, UNSUPPORTED, VOCAB_SIZE, configuration
 from tools.fixtures.tiny_models import open_model, random_model
 from tools.metal_sim import metal_kernel
 
@@ -112,12 +112,12 @@ def test_packed_equals_mlx_lm(model_type: str) -> None:
     check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 
 
-@pytest.mark.parametrize("model_type", ALONE)
+@pytest.mark.parametrize("model_type", OWN_CACHES)
 def test_one_after_another_equals_mlx_lm(model_type: str) -> None:
     """Compare with mlx-lm in the same chunks. With other chunks, mlx-lm rounds some cached values differently."""
     model = random_model(configuration(model_type))
     paged = open_paged_model(model)
-    assert paged.alone
+    assert paged.own_caches_reason
     rng = np.random.default_rng(0)
     run = PackedRun(paged, [rng.integers(0, VOCAB_SIZE, n) for n in LENGTHS])
     caches = [make_prompt_cache(model) for _ in LENGTHS]
@@ -310,7 +310,7 @@ def test_docs_have_a_row_for_each_architecture_of_mlx_lm() -> None:
     text = DOC.read_text()
     rows = re.findall(r"^\| `([\w-]+)` \|", text.partition("## GGUF files")[0], re.MULTILINE)
     rows = [name for name in rows if name != "model_type"]  # heads of the tables
-    assert sorted(rows) == sorted([*SUPPORTED, *ALONE, *METAL_ONLY, *UNSUPPORTED])
+    assert sorted(rows) == sorted([*SUPPORTED, *OWN_CACHES, *METAL_ONLY, *UNSUPPORTED])
     sources = {path.stem: path.read_text() for path in Path(mlx_lm.models.__path__[0]).glob("*.py")}
     models = {name for name, source in sources.items() if re.search(r"^class Model", source, re.MULTILINE)}
     assert len(models) > 100 and models - set(rows) == set()

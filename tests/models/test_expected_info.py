@@ -13,8 +13,8 @@ from metal_engine.build import check_before_loading
 from metal_engine.checkpoints.requirements import CheckpointRequirements
 from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.rows import step_rows
-from metal_engine.models.alone import open_paged_model
 from metal_engine.models.info import expected_model_info
+from metal_engine.models.own_caches_model import open_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -56,7 +56,7 @@ def test_models_over_mlx_lms_caches_refuse_what_needs_packed_steps(flag: str, se
     """Refuse by the configuration alone, before weights are read."""
     info = expected_model_info("x", facts("deepseek_v41"))
     device = DeviceInfo(kind="cpu", name="x", compute="x", memory_bytes=1 << 34)
-    assert info is not None and info.alone == "its state is not a plain KV cache (LayerCache)"
+    assert info is not None and info.own_caches_reason == "its state is not a plain KV cache (LayerCache)"
     assert not resolve_config(EngineArgs(model="x"), info, device, "mlx").cache.enable_prefix_caching
     with pytest.raises(ConfigError) as error:
         check_kv_cache(EngineArgs(model="x", **setting), info, device)

@@ -15,7 +15,7 @@ from metal_engine.runner.encode_memory import measure_encode_bytes
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from tests.support.vision import CONFIGS, QWEN3_VL, tiny_vision
-from tests.test_image_input import SIZES, write_vision_checkpoint
+from tests.test_image_encoder_loading import SIZES, write_vision_checkpoint
 
 CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 40)
 METAL = DeviceInfo(kind="metal", name="test", compute="test", memory_bytes=1 << 40)

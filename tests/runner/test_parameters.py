@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metal_engine.engine.token_rules import TokenRulesMaker
+from metal_engine.engine.token_rules_maker import TokenRulesMaker
 from metal_engine.errors import ParameterError
 from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams

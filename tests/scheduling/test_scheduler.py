@@ -10,8 +10,8 @@ import pytest
 from metal_engine.errors import ContextLengthError, PromptError
 from metal_engine.request import Request, RequestStatus
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.limits import check_fits
 from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.scheduling.token_allotment import check_fits
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from metal_engine.images import PromptImages
 from metal_engine.media.processing import ImageProcessing
+from metal_engine.prompt_images import PromptImages
 from metal_engine.request import PreparedRequest
 from metal_engine.server.workers import Weight
 from metal_engine.settings.args import ServerArgs

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from metal_engine.images import PromptImages
 from metal_engine.kv_transfer.layout import state_key
 from metal_engine.pooling_params import PoolingParams
+from metal_engine.prompt_images import PromptImages
 from metal_engine.request import MAX_FAILURES, Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.limits import check_fits
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.proposals import make_proposer
+from metal_engine.scheduling.token_allotment import check_fits
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import (
     UNKNOWN_DRAFT,
@@ -207,7 +207,9 @@ class FakeKVRunner:
             held = self.held[request_id]
             start, stop = held.num_computed_tokens, held.num_computed_tokens + share
             for edge in (start, stop):
-                assert not any(a < edge < b for a, b in held.inseparable), "a chunk cuts an image that sees itself"
+                assert not any(a < edge < b for a, b in held.inseparable), (
+                    "a chunk cuts an image with bidirectional attention"
+                )
             num_known = len(held.token_ids) + len(held.drafts)
             assert share >= 1, f"{request_id}: share {share}"
             assert stop <= num_known, f"{request_id}: tokens up to {stop} of {num_known}"
@@ -324,7 +326,7 @@ class FakeKVRunner:
             held = _Held(token_ids, [], num_computed, has_grammar, pooling, new.state_slots)
             for image in () if new.images is None else new.images.images:
                 held.features |= {p: (image.content_hash, i) for i, p in enumerate(image.positions.tolist())}
-                if image.sees_itself:
+                if image.bidirectional_layers:
                     held.inseparable.append((image.start, image.stop))
             self.held[new.request_id] = held
             self._append_blocks(new.request_id, new.block_ids)

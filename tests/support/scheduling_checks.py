@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from metal_engine.request import Request, RequestStatus
-from metal_engine.scheduling.limits import MAX_PROMPT_ROWS
 from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.scheduling.token_allotment import MAX_PROMPT_ROWS
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
 

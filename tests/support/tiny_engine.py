@@ -16,8 +16,8 @@ from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.lora.registry import AdapterRegistry
-from metal_engine.models.alone import open_paged_model
 from metal_engine.models.draft_head import DraftHead, PagedDraftHead
+from metal_engine.models.own_caches_model import open_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
@@ -106,7 +106,7 @@ def tiny_engine(
     wide = {} if kv_cache_dtype == "auto" else {"head_dim": 64}
     reference = tiny_reference(seed, settings.model.vocab_size, architecture, dtype, **wide)
     model = open_paged_model(reference, kv_cache_dtype=kv_cache_dtype)
-    settings = replace(settings, model=replace(settings.model, alone=model.alone))
+    settings = replace(settings, model=replace(settings.model, own_caches_reason=model.own_caches_reason))
     adapters = None if make_adapters is None else make_adapters(model)
     backend, scheduler_side, runner_side = PortableBackend(), *(connector or (None, None))
     drafter: Drafter | None = None

@@ -16,11 +16,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from metal_engine.checkpoints.model_classes import model_classes
-from metal_engine.images import AxesPositions, PromptImage, PromptImages
 from metal_engine.models.multimodal.check import share_text_weights
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 from metal_engine.models.multimodal.published_masks import published_masks
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.prompt_images import AxesPositions, PromptImage, PromptImages
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from tests.support.demo import engine_for
@@ -193,7 +193,7 @@ def vision_prompt(tiny: TinyVision, parts: Sequence[int | tuple[int, int, int]],
         start = len(token_ids)
         token_ids += [IMAGE_TOKEN] * sample.num_features
         positions = np.arange(start, len(token_ids), dtype=np.int32)
-        images.append(PromptImage(positions, content_hash(own), own, tiny.encoder.sees_itself))
+        images.append(PromptImage(positions, content_hash(own), own, tiny.encoder.bidirectional_layers))
         grids.append((start, rows, columns))
         inputs.append(own)
         token_ids += [252] * is_qwen
@@ -253,12 +253,12 @@ def golden(tiny: TinyVision, prompt: VisionPrompt, num_tokens: int, *, is_publis
             setattr(tiny.reference.language_model, name, None)
     input_ids = mx.array([prompt.token_ids])
     images = () if prompt.images is None else prompt.images.images
-    sees_itself = bool(tiny.encoder.sees_itself)
-    mask = mx.ones_like(input_ids) if sees_itself else None
+    bidirectional_layers = bool(tiny.encoder.bidirectional_layers)
+    mask = mx.ones_like(input_ids) if bidirectional_layers else None
     masks: Any = nullcontext()
-    if sees_itself and is_published:
+    if bidirectional_layers and is_published:
         masks = published_masks(tiny.reference.language_model, images)
-    elif sees_itself:
+    elif bidirectional_layers:
         inputs["mm_token_type_ids"] = (input_ids == IMAGE_TOKEN).astype(mx.int32)
     tokens, logprobs = [], []
     with masks:

@@ -114,13 +114,13 @@ _GGUF_MODELS = {
 def models_doc() -> str:
     """Return the text of docs/models-table.md."""
     from metal_engine.checkpoints.gguf.tokenizer import PRE_TOKENIZERS
-    from tools.fixtures.architectures import ALONE, METAL_ONLY, SUPPORTED, UNSUPPORTED
+    from tools.fixtures.architectures import METAL_ONLY, OWN_CACHES, SUPPORTED, UNSUPPORTED
 
     rows = [supported_row(name) for name in sorted(SUPPORTED, key=str.lower)]
     refused = [f"| `{name}` | {_REFUSED[name]} | {_refusal(name)} |" for name in sorted(UNSUPPORTED)]
     supported = _SUPPORTED.format(count=len(SUPPORTED))
     tail = _TAIL.format(gguf=_gguf_table(), splits=", ".join(f"`{name}`" for name in PRE_TOKENIZERS))
-    ways = {**dict.fromkeys(ALONE, "one request after another"), **dict.fromkeys(METAL_ONLY, "only on a Mac")}
+    ways = {**dict.fromkeys(OWN_CACHES, "one request after another"), **dict.fromkeys(METAL_ONLY, "only on a Mac")}
     others = "".join(f"| `{name}` | {way} |\n" for name, way in sorted(ways.items()))
     return (
         _HEAD + supported + "\n".join(rows) + "\n" + _OTHERS + others + _UNSUPPORTED + "\n".join(refused) + "\n" + tail

@@ -27,11 +27,11 @@ from metal_engine.attention.metal.variants import (
 )
 from metal_engine.attention.portable.groups import GPU_LIMITS
 from metal_engine.errors import ConfigError
-from metal_engine.images import SeesItself
 from metal_engine.kv_cache.pool import make_state
 from metal_engine.kv_cache.rows import ImageSpans, StepRows, step_rows
 from metal_engine.kv_cache.spec import IndexSpec, KVSpec, LatentSpec, kv_cache_spec
 from metal_engine.kv_cache.state import IndexState, KVState
+from metal_engine.prompt_images import BidirectionalLayers
 from metal_engine.recurrence.metal import MetalRecurrence
 from metal_engine.settings.args import EngineArgs
 
@@ -59,7 +59,7 @@ COMMON_LAYER = Attention(32, 8, 128, 128)
 BLOCK_SIZES = (8, 16, 32)
 WINDOW, SOFTCAP = 1024, 50.0
 # Architectures with images whose tokens attend to each other, and the rows of a step of one such image.
-SELF_SEEING: dict[str, SeesItself] = {"gemma3": "every layer", "gemma4": "layers with windows"}
+SELF_SEEING: dict[str, BidirectionalLayers] = {"gemma3": "every layer", "gemma4": "layers with windows"}
 IMAGE_ROWS = 64
 _NUM_CHANNELS = 2048
 _NUM_BLOCKS = 8  # blocks of a cache that is never read

@@ -42,7 +42,7 @@ class RowSegment:
     """Rows of one request in a step, and the absolute positions [key_start, key_end) that they see.
 
     Attributes:
-        sees_itself: True if the rows are an image and each of them sees the keys up to ``key_end``.
+        is_bidirectional: True if the rows are an image and each of them sees the keys up to ``key_end``.
     """
 
     request: int
@@ -50,7 +50,7 @@ class RowSegment:
     num_rows: int
     key_start: int
     key_end: int
-    sees_itself: bool = False
+    is_bidirectional: bool = False
 
     @property
     def num_keys(self) -> int:

@@ -234,8 +234,10 @@ class _Planner:
     def grouped(self, segments: list[RowSegment]) -> Unit:
         """Return a unit of several requests with few rows each."""
         num_requests = len(segments)
-        fields = ((s.request, s.start, s.num_rows, s.key_start, s.key_end, s.sees_itself) for s in segments)
-        request, start, rows, key_start, key_end, sees_itself = map(np.array, zip(*fields, strict=True))  # each [T]
+        fields = ((s.request, s.start, s.num_rows, s.key_start, s.key_end, s.is_bidirectional) for s in segments)
+        request, start, rows, key_start, key_end, is_bidirectional = map(
+            np.array, zip(*fields, strict=True)
+        )  # each [T]
         num_rows, num_keys = int(rows.max()), int((key_end - key_start).max())
 
         row = np.arange(num_rows)
@@ -246,7 +248,7 @@ class _Planner:
         picked = None if contiguous else mx.array(packed.ravel().astype(np.int32))
         queries = Queries(num_requests, num_rows, int(start[0]), picked)
         query_pos = ((key_end - rows)[:, None] + row)[:, :, None]  # [T, R, 1]
-        last_seen = np.where(sees_itself[:, None, None], key_end[:, None, None] - 1, query_pos)  # [T, R, 1]
+        last_seen = np.where(is_bidirectional[:, None, None], key_end[:, None, None] - 1, query_pos)  # [T, R, 1]
 
         step = min(self.keys_per_span(num_requests), self.keys_per_tile(num_requests * num_rows))
         spans = []
@@ -341,12 +343,12 @@ class _Planner:
             for t, (first_row, num_rows) in enumerate(tiles):
                 pos = segment.context_len + first_row  # position of the tile's first query
                 lo = max(start, pos - self.window + 1)
-                hi = end if segment.sees_itself else min(end, pos + num_rows)
+                hi = end if segment.is_bidirectional else min(end, pos + num_rows)
                 # Tiles of equal length: a full tile and a small remainder would cost an extra round of operations.
                 count = -(-(hi - lo) // tile_keys)
                 for k in range(count):
                     a, b = (lo + (hi - lo) * j // count for j in (k, k + 1))
-                    is_causal = not segment.sees_itself
+                    is_causal = not segment.is_bidirectional
                     biases = self.edges(a - pos, b - pos, num_rows, tile_rows, tile_keys, is_causal=is_causal)
                     score_tiles.append(ScoreTile(t, a - start, b - start, biases))
                 self.scores_computed += num_rows * max(hi - lo, 0)

@@ -48,10 +48,10 @@ from metal_engine.errors import ConfigError, UnsupportedModelError
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, kv_cache_spec
 from metal_engine.kv_cache.state import KVState
-from metal_engine.models.alone import open_paged_model
 from metal_engine.models.attention_kinds import attention_kinds
 from metal_engine.models.check import LOGITS_TOLERANCE, check_paged_model
 from metal_engine.models.indexer import index_kind
+from metal_engine.models.own_caches_model import open_paged_model
 from metal_engine.recurrence.metal import MetalRecurrence
 
 _BLOCK_SIZE = 16

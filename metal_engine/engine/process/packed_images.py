@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from metal_engine.engine.process.wire import Array, Image, ImageInputs, Images, checked
-from metal_engine.images import AxesPositions, PromptImage, PromptImages
+from metal_engine.prompt_images import AxesPositions, PromptImage, PromptImages
 
 InputArrays = Mapping[str, np.ndarray]
 
@@ -21,7 +21,7 @@ def packed_images(images: PromptImages | None, keys: Mapping[bytes, int]) -> Ima
     if images is None:
         return None
     packed = [
-        Image(image.positions.tobytes(), image.content_hash, keys[image.content_hash], image.sees_itself)
+        Image(image.positions.tobytes(), image.content_hash, keys[image.content_hash], image.bidirectional_layers)
         for image in images.images
     ]
     axes = images.axes
@@ -39,7 +39,7 @@ def unpacked_images(images: Images | None, inputs: Mapping[int, InputArrays]) ->
     unpacked: list[PromptImage] = []
     for image in images.images:
         positions = np.frombuffer(image.positions, np.int32)
-        unpacked.append(PromptImage(positions, image.content_hash, inputs[image.key], image.sees_itself))
+        unpacked.append(PromptImage(positions, image.content_hash, inputs[image.key], image.bidirectional_layers))
     axes = None
     if images.axes is not None:
         prompt, delta = images.axes

@@ -166,7 +166,10 @@ class RemoteGrammar:
 
 
 class RemoteGrammars:
-    """Factory of grammars in the process of the engine. Implements ``metal_engine.engine.token_rules.GrammarMaker``."""
+    """Factory of grammars in the process of the engine.
+
+    Implements ``metal_engine.engine.token_rules_maker.GrammarMaker``.
+    """
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -174,7 +177,7 @@ class RemoteGrammars:
     def grammar_for(
         self, structured: StructuredOutputsParams | None, phases: OutputPhases | None, stop_token_ids: np.ndarray
     ) -> Grammar:
-        """See :meth:`metal_engine.engine.token_rules.GrammarMaker.grammar_for`."""
+        """See :meth:`metal_engine.engine.token_rules_maker.GrammarMaker.grammar_for`."""
         message = wire.MakeGrammar(0, *packed_grammar(structured, phases), stop_token_ids.tobytes())
         with self._calls.lock:
             reply = self._calls.begin(message)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from metal_engine.engine.process.packed_images import InputArrays, packed_inputs
 from metal_engine.engine.process.remote import Calls
 from metal_engine.engine.process.wire import ImageInputs
-from metal_engine.images import PromptImages
+from metal_engine.prompt_images import PromptImages
 
 # Maximum size of the inputs that the process keeps for later requests, in bytes. A conversation has the same images in
 # each turn, and the server does not send them to the process twice.

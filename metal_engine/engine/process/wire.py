@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from metal_engine.engine.step_observer import Frame
-from metal_engine.images import SeesItself
 from metal_engine.pooling_params import PoolingParams
+from metal_engine.prompt_images import BidirectionalLayers
 from metal_engine.request import RequestOptions
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import DeviceInfo, EngineConfig
@@ -87,16 +87,22 @@ class Array(Part):
 
 
 class Image(Part):
-    """:class:`metal_engine.images.PromptImage`. ``positions`` are int32. ``key`` names its :class:`ImageInputs`."""
+    """:class:`metal_engine.prompt_images.PromptImage`.
+
+    ``positions`` are int32. ``key`` names its :class:`ImageInputs`.
+    """
 
     positions: bytes
     content_hash: bytes
     key: int
-    sees_itself: SeesItself
+    bidirectional_layers: BidirectionalLayers
 
 
 class Images(Part):
-    """:class:`metal_engine.images.PromptImages`. ``axes`` has the positions of the prompt as int32, and the delta."""
+    """:class:`metal_engine.prompt_images.PromptImages`.
+
+    ``axes`` has the positions of the prompt as int32, and the delta.
+    """
 
     images: list[Image]
     axes: tuple[bytes, int] | None

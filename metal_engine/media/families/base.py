@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from metal_engine.images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS
+from metal_engine.prompt_images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS
 from metal_engine.settings.config import VisionConfig
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ AS_INTEGERS = {"do_rescale": False, "do_normalize": False, "return_tensors": "np
 
 
 def integer_pixels(pixels: np.ndarray, scale: np.ndarray, offset: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
-    """Return the pixels of an image as inputs of the encoder, which scales them (:mod:`metal_engine.images`).
+    """Return the pixels of an image as inputs of the encoder, which scales them (:mod:`metal_engine.prompt_images`).
 
     Args:
         pixels: integers from 0 to 255 of any type.

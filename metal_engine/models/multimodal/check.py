@@ -15,7 +15,6 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.errors import UnsupportedModelError
-from metal_engine.images import AxesPositions, PromptImage
 from metal_engine.kv_cache.rows import ImageSpans, step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.writes import choose_writes
@@ -25,6 +24,7 @@ from metal_engine.models.multimodal.merging import StepImages
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 from metal_engine.models.multimodal.published_masks import published_masks
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.prompt_images import AxesPositions, PromptImage
 
 _ROWS, _COLUMNS = 3, 4  # features of the image, if its size is free
 _NUM_BEFORE, _NUM_AFTER = 5, 6  # text tokens around the image
@@ -147,8 +147,8 @@ def _prompt(encoder: MlxVlmEncoder, vocab_size: int, seed: int) -> _Prompt:
         prompt_axes = np.array(merged.position_ids).reshape(3, -1).astype(np.int32)
         axes = AxesPositions(prompt_axes, int(np.array(merged.rope_deltas).item()))
     cache = make_prompt_cache(model.language_model)
-    image = PromptImage(positions, b"", sample.inputs, encoder.sees_itself)
-    if image.sees_itself:
+    image = PromptImage(positions, b"", sample.inputs, encoder.bidirectional_layers)
+    if image.bidirectional_layers:
         with published_masks(model.language_model, [image]):
             embeddings = model.get_input_embeddings(input_ids, pixels, mask=mx.ones_like(input_ids), **inputs)
             by_layer = {"per_layer_inputs": embeddings.per_layer_inputs}
@@ -165,7 +165,7 @@ def _largest_gap(paged: PagedModel, encoder: MlxVlmEncoder, prompt: _Prompt) -> 
     num_tokens, image = len(prompt.token_ids), prompt.image
     features = encoder.encode(image.inputs, image.num_features)
     third = image.num_features // 3
-    inside = [image.start] if image.sees_itself else [image.start + third, image.start + 2 * third]
+    inside = [image.start] if image.bidirectional_layers else [image.start + third, image.start + 2 * third]
     cuts = [0, *inside, num_tokens - 1, num_tokens]
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     paged.pool.allocate(num_blocks, _BLOCK_SIZE, 1)
@@ -198,8 +198,8 @@ def _run_chunk(paged: PagedModel, prompt: _Prompt, features: ImageFeatures, star
     if first < end:
         embeddings, *by_layer = (array[first:end] for array in features.arrays)
         images = StepImages(mx.array(prompt.image.positions[first:end] - start), embeddings, tuple(by_layer))
-        if prompt.image.sees_itself:
+        if prompt.image.bidirectional_layers:
             span = np.array([[prompt.image.start - start, prompt.image.stop - start]], np.int32)
-            rows = replace(rows, image_spans=ImageSpans(span, prompt.image.sees_itself))
+            rows = replace(rows, image_spans=ImageSpans(span, prompt.image.bidirectional_layers))
     input_ids = mx.array(prompt.token_ids[start:stop])
     return paged(input_ids, rows, PortableBackend().for_step(rows), images=images)[0]

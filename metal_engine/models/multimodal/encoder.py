@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.images import SeesItself
+from metal_engine.prompt_images import BidirectionalLayers
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,13 @@ class ImageEncoder(Protocol):
     Attributes:
         axes: axes of the text model's rotary embedding; None if it has one axis.
         num_deep_layers: number of layers of the text model that add features to their output.
-        sees_itself: layers in which an image's tokens attend to each other (:class:`metal_engine.images.PromptImage`).
+        bidirectional_layers: layers in which an image's tokens attend to each other
+            (:class:`metal_engine.prompt_images.PromptImage`).
     """
 
     axes: Axes | None
     num_deep_layers: int
-    sees_itself: SeesItself
+    bidirectional_layers: BidirectionalLayers
 
     def encode(self, inputs: Mapping[str, np.ndarray], num_features: int) -> ImageFeatures:
         """Return the features of one image, not evaluated yet.

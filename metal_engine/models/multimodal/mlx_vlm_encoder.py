@@ -11,10 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from metal_engine.checkpoints.image_encoders import ENCODERS, sees_itself
-from metal_engine.images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS
+from metal_engine.checkpoints.image_encoders import ENCODERS, bidirectional_layers
 from metal_engine.models.multimodal.encoder import Axes, ImageFeatures, SampleImage
 from metal_engine.models.multimodal.families import FAMILIES, ImageFamily
+from metal_engine.prompt_images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS
 
 
 class MlxVlmEncoder:
@@ -42,7 +42,7 @@ class MlxVlmEncoder:
         self.model = _create(module, config)
         self.axes: Axes | None = self._family.axes(config)
         self.num_deep_layers = len(getattr(self.model.config.vision_config, "deepstack_visual_indexes", None) or ())
-        self.sees_itself = sees_itself(config)
+        self.bidirectional_layers = bidirectional_layers(config)
         # mlx-lm's Gemma multiplies features by this number, too, and rounds it as follows.
         rounded = mx.array(hidden_size**0.5, mx.bfloat16 if module == "gemma3" else dtype)
         self._scale = float(np.array(rounded.astype(mx.float32)))
@@ -110,7 +110,7 @@ class _Placeholders:
         return mx.zeros((*input_ids.shape, self._hidden_size), self._dtype)
 
     def get_rope_index(self, *args: Any, **kwargs: Any) -> tuple[None, None]:
-        """Return no positions: the prompt has its own (:class:`metal_engine.images.AxesPositions`)."""
+        """Return no positions: the prompt has its own (:class:`metal_engine.prompt_images.AxesPositions`)."""
         return None, None
 
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from metal_engine.images import PromptImage
+from metal_engine.prompt_images import PromptImage
 
 
 @contextmanager
@@ -48,6 +48,6 @@ def _mask(num_tokens: int, images: Sequence[PromptImage], window: int | None) ->
     query, key = np.arange(num_tokens)[:, None], np.arange(num_tokens)
     seen = key <= query
     for image in images:
-        if image.sees_itself == "every layer" or window is not None:
+        if image.bidirectional_layers == "every layer" or window is not None:
             seen[image.start : image.stop, image.start : image.stop] = True
     return mx.array(seen if window is None else seen & (key > query - window))

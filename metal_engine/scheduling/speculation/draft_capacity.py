@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.limits import attention_work, rows_for_work
 from metal_engine.scheduling.recurrent_checkpoints import RequestStates
+from metal_engine.scheduling.token_allotment import attention_work, rows_for_work
 
 
 def max_drafts(request: Request, num_computed: int, work: int, num_tokens: int, states: RequestStates | None) -> int:

@@ -16,7 +16,6 @@ from functools import partial
 
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.limits import StepBudget, num_remaining
 from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity, max_drafts
@@ -24,6 +23,7 @@ from metal_engine.scheduling.speculation.draft_gain import DraftGain, Unmeasured
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes, choose_lengths
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import Proposals, Proposer, make_costs
+from metal_engine.scheduling.token_allotment import StepBudget, num_remaining
 from metal_engine.settings.config import SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, ModelOutput, SchedulerOutput
 

@@ -12,7 +12,7 @@ from metal_engine.server.anthropic import protocol
 from metal_engine.server.anthropic.messages import MessagesEndpoint
 from metal_engine.server.errors import anthropic_error, renaming
 from metal_engine.server.generation.answerer import EVENTS, Answerer, LateErrors
-from metal_engine.server.generation.images import with_image_tokens
+from metal_engine.server.generation.image_loading import with_image_tokens
 from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse

@@ -136,16 +136,16 @@ async def pool(pooling: PoolingRequest, task: PoolingTask, num_prompts: int) -> 
     """
     served = pooling.served
     engine = served.engine
-    served.admission.check(0)  # before the expensive work
+    served.queue_limit.check(0)  # before the expensive work
     if engine.error is not None:
         raise engine_dead(engine.error)
     if not 1 <= num_prompts <= MAX_INPUTS:
         raise invalid(f" must have 1 to {MAX_INPUTS} entries", where=task.field)
     requests = await served.workers.run(Weight.of(pooling.num_bytes), _prepared, pooling, task)
     prompt_lens = [len(request.prompt_token_ids) for request in requests]
-    reservation = served.admission.admit(prompt_lens)
+    reservation = served.queue_limit.admit(prompt_lens)
     request_id = f"{task.id_prefix}-{uuid.uuid4().hex}"
-    run = _Run(engine, request_id, requests, pooling.options, reservation, served.admission.request_timeout)
+    run = _Run(engine, request_id, requests, pooling.options, reservation, served.queue_limit.request_timeout)
     outputs = await run.outputs()
     num_tokens = sum(prompt_lens)
     num_cached = sum(output.num_cached_tokens for output in outputs)

@@ -18,9 +18,9 @@ from metal_engine.errors import ConfigError, LoadCancelledError, ModelLoadError,
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelEntry
 from metal_engine.model_pool.registry import ModelRegistry, RegistryClosedError
 from metal_engine.server.errors import APIError, model_not_found, shutting_down
-from metal_engine.server.generation.admission import RETRY_AFTER_SECONDS, Admission, overloaded
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.generation.queue_limit import RETRY_AFTER_SECONDS, QueueLimit, overloaded
 from metal_engine.server.logs import Notices
 from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ANY_NAME, ServerArgs
@@ -46,7 +46,7 @@ def served_model(
         own_names,
         parameters,
         answer_format,
-        Admission(engine, args.max_num_queued_reqs, args.max_num_queued_tokens, args.request_timeout),
+        QueueLimit(engine, args.max_num_queued_reqs, args.max_num_queued_tokens, args.request_timeout),
         workers,
         auto_tool_choice=args.enable_auto_tool_choice,
         tool_grammar=args.tool_grammar,

@@ -14,18 +14,18 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ContextLengthError, OverloadedError, ParameterError, PromptError
-from metal_engine.images import PromptImages
 from metal_engine.lora_adapter import Adapter
 from metal_engine.media.processing import LoadedImage
 from metal_engine.media.sources import ImageSource
+from metal_engine.prompt_images import PromptImages
 from metal_engine.request import PreparedRequest, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError, beyond_context, engine_dead, invalid, model_not_found
-from metal_engine.server.generation.admission import Admission, overloaded
 from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, ChoiceOutput, Generation
-from metal_engine.server.generation.images import load_images
+from metal_engine.server.generation.image_loading import load_images
 from metal_engine.server.generation.logprobs import num_entries
 from metal_engine.server.generation.parameters import ParameterPolicy
+from metal_engine.server.generation.queue_limit import QueueLimit, overloaded
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
 from metal_engine.server.generation.schema_errors import with_place
 from metal_engine.server.generation.streaming import EVENT_STREAM, sse
@@ -70,7 +70,7 @@ class ServedModel:
     names: tuple[str, ...]
     parameters: ParameterPolicy
     answer_format: AnswerFormat
-    admission: Admission
+    queue_limit: QueueLimit
     workers: Workers
     auto_tool_choice: bool = True
     tool_grammar: str = "auto"
@@ -203,7 +203,7 @@ async def prepare(
             many requests wait.
     """
     engine = served.engine
-    served.admission.check(0)  # before the expensive work
+    served.queue_limit.check(0)  # before the expensive work
     if engine.error is not None:
         raise engine_dead(engine.error)
     # Long prompts, many parameters and large grammars take long, so this work must not block the event loop.
@@ -215,7 +215,7 @@ async def prepare(
         await served.workers.run(weight, preparation.finish)
     requests, echoes = preparation.requests, preparation.echoes
     prompt_lens = [len(request.prompt_token_ids) for request in requests for _ in range(request.params.n)]
-    reservation = served.admission.admit(prompt_lens)
+    reservation = served.queue_limit.admit(prompt_lens)
     return Generation(
         engine,
         reservation,
@@ -223,7 +223,7 @@ async def prepare(
         model=served.names[0],
         requests=requests,
         options=_options(body, preparation.predicted_token_ids),
-        timeout=served.admission.request_timeout,
+        timeout=served.queue_limit.request_timeout,
         echoes=echoes,
         is_echo_only=echoes is not None and body.max_tokens == 0,
         shows_prompt_logprobs=body.prompt_logprobs is not None,

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from metal_engine.server.errors import APIError, invalid
-from metal_engine.server.generation.admission import overloaded
+from metal_engine.server.generation.queue_limit import overloaded
 from metal_engine.server.openai.input_items import Item
 from metal_engine.server.openai.response_state import ResponseState
 

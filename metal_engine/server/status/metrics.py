@@ -177,7 +177,7 @@ class _EngineReader:
         if self._engine.config.cache.num_padding_blocks:
             help_ = "Decode-only steps by forward pass: replayed, or the reason why the graph was built."
             yield self._by_label("decode_steps", help_, "forward", dict(metrics.num_decode_forwards))
-        if self._engine.config.model.alone:
+        if self._engine.config.model.own_caches_reason:
             help_ = "0 if the requests of a step run one after another over mlx-lm's own caches."
             yield self._gauge("packed_requests", help_, 0)
         if (refusal := self._engine.config.model.image_refusal) != TEXT_ONLY:

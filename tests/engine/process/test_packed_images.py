@@ -17,8 +17,8 @@ from metal_engine.engine.process.packed_images import packed_inputs, unpacked_in
 from metal_engine.engine.process.packed_requests import packed_request, unpacked_request
 from metal_engine.engine.process.remote import Calls
 from metal_engine.engine.process.remote_images import RemoteImages
-from metal_engine.images import AxesPositions, PromptImage, PromptImages
 from metal_engine.media.limits import MAX_INPUT_BYTES
+from metal_engine.prompt_images import AxesPositions, PromptImage, PromptImages
 from metal_engine.request import PreparedRequest
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.token_rules import NO_RULES
@@ -45,7 +45,7 @@ def some_images() -> PromptImages:
     inputs = {"pixel_values": pixels[:, ::2], "grid": np.array([[1, 2]], np.int64), "mask": np.array(True)}
     first = PromptImage(np.array([1, 2, 4], np.int32), b"\x00\xffhash", inputs)
     second = PromptImage(
-        np.array([6], np.int32), b"b", {"pixel_values": np.zeros(1, np.uint8)}, sees_itself="every layer"
+        np.array([6], np.int32), b"b", {"pixel_values": np.zeros(1, np.uint8)}, bidirectional_layers="every layer"
     )
     axes = AxesPositions(np.arange(27, dtype=np.int32).reshape(3, 9)[:, ::-1], -3)
     return PromptImages((first, second), axes)
@@ -58,7 +58,7 @@ def test_round_trip() -> None:
     assert found.axes.delta == -3 and (found.axes.prompt == images.axes.prompt).all()
     for ours, theirs in zip(images.images, found.images, strict=True):
         assert theirs.positions.tolist() == ours.positions.tolist() and theirs.positions.dtype == np.int32
-        assert (theirs.content_hash, theirs.sees_itself) == (ours.content_hash, ours.sees_itself)
+        assert (theirs.content_hash, theirs.bidirectional_layers) == (ours.content_hash, ours.bidirectional_layers)
         assert theirs.inputs.keys() == ours.inputs.keys()
         for name, array in ours.inputs.items():
             assert theirs.inputs[name].dtype == array.dtype and theirs.inputs[name].tolist() == array.tolist(), name

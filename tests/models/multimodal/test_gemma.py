@@ -14,13 +14,13 @@ import pytest
 from mlx_lm.utils import _get_classes
 
 from metal_engine.errors import UnsupportedModelError
-from metal_engine.images import PromptImage
 from metal_engine.kv_cache.rows import ImageSpans, StepRows
 from metal_engine.models.multimodal import check
 from metal_engine.models.multimodal.check import check_images
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 from metal_engine.models.multimodal.published_masks import _mask
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.prompt_images import PromptImage
 from metal_engine.runner.image_rows import ImageTable
 from tests.models.multimodal.test_generation import NUM_TOKENS, TOLERANCE
 from tests.support.speculation import speculative_config
@@ -103,10 +103,10 @@ def test_mutants(name: str, mutant: str, monkeypatch: pytest.MonkeyPatch) -> Non
         if found is None:
             return None
         if mutant == "text sees the image":
-            return ImageSpans(np.maximum(found.rows - [[1, 0]], 0).astype(np.int32), found.sees_itself)
+            return ImageSpans(np.maximum(found.rows - [[1, 0]], 0).astype(np.int32), found.bidirectional_layers)
         requests = rows.request_of_row[found.rows[:, 0]]
         joined = [found.rows[requests == one] for one in np.unique(requests)]
-        return ImageSpans(np.array([(of[0, 0], of[-1, 1]) for of in joined], np.int32), found.sees_itself)
+        return ImageSpans(np.array([(of[0, 0], of[-1, 1]) for of in joined], np.int32), found.bidirectional_layers)
 
     if mutant == "limit ignored":
         monkeypatch.setattr(StepRows, "spans_of_layer", lambda *_: None)
@@ -143,7 +143,7 @@ def test_gemma_4_with_the_masks_of_mlx_vlm() -> None:
 def in_every_layer(prompt: VisionPrompt) -> VisionPrompt:
     if prompt.images is None:
         return prompt
-    images = tuple(replace(image, sees_itself="every layer") for image in prompt.images.images)
+    images = tuple(replace(image, bidirectional_layers="every layer") for image in prompt.images.images)
     return replace(prompt, images=replace(prompt.images, images=images))
 
 

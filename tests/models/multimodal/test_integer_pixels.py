@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS
+from metal_engine.prompt_images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS
 from tests.support.vision import CONFIGS, tiny_vision
 
 SCALE, OFFSET = np.float32(1 / 127), np.float32(-1.1)

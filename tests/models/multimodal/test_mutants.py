@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metal_engine.images import AxesPositions, PromptImage
 from metal_engine.models.multimodal.encoder import ImageFeatures
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
+from metal_engine.prompt_images import AxesPositions, PromptImage
 from metal_engine.runner.image_rows import ImageRows, ImageTable
 from metal_engine.scheduling import prefix_cache
 from tests.models.multimodal.test_generation import NUM_TOKENS, TOLERANCE

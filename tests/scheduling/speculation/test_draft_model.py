@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.limits import StepBudget
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_gain import DraftGain
 from metal_engine.scheduling.speculation.draft_lengths import MIN_GAIN, StepTimes, choose_lengths, least_gain
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
+from metal_engine.scheduling.token_allotment import StepBudget
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, NewRequestData, SchedulerOutput
 from tests.scheduling.speculation.test_draft_lengths import Clock, TimedStep, compute_bound, memory_bound

@@ -12,7 +12,7 @@ from metal_engine.media.decoder import ImageError
 from metal_engine.media.processing import ImageProcessing, LoadedImage
 from metal_engine.media.sources import ImageSource
 from metal_engine.server.errors import invalid
-from metal_engine.server.generation.admission import overloaded
+from metal_engine.server.generation.queue_limit import overloaded
 from metal_engine.server.workers import Weight
 
 if TYPE_CHECKING:

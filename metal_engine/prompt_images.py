@@ -14,7 +14,7 @@ import numpy as np
 # Names of inputs of the encoder. Pixels are float, or 8-bit integers with a factor and a summand, which broadcast.
 PIXELS, PIXEL_SCALE, PIXEL_OFFSET = "pixel_values", "pixel_scale", "pixel_offset"
 
-SeesItself = Literal["", "every layer", "layers with windows"]
+BidirectionalLayers = Literal["", "every layer", "layers with windows"]
 """Layers in which each token of an image attends to later tokens of the same image. Empty: no layer."""
 
 
@@ -29,14 +29,14 @@ class PromptImage:
             image processor.
         inputs: inputs of the encoder, by the parameter names of the model's image processor. Pixels may be 8-bit
             integers (:data:`PIXELS`), which take a quarter of the memory.
-        sees_itself: layers in which each token of the image attends to later tokens of the image. The positions of such
-            an image are consecutive, and a chunk must not cut the image.
+        bidirectional_layers: layers in which each token of the image attends to later tokens of the image. The
+            positions of such an image are consecutive, and a chunk must not cut the image.
     """
 
     positions: np.ndarray
     content_hash: bytes
     inputs: Mapping[str, np.ndarray] = field(repr=False)
-    sees_itself: SeesItself = ""
+    bidirectional_layers: BidirectionalLayers = ""
 
     @property
     def start(self) -> int:
@@ -92,9 +92,9 @@ class PromptImages:
     axes: AxesPositions | None = None
 
     @property
-    def sees_itself(self) -> SeesItself:
+    def bidirectional_layers(self) -> BidirectionalLayers:
         """Layers in which images attend to themselves. All images of a model have the same layers."""
-        return self.images[0].sees_itself
+        return self.images[0].bidirectional_layers
 
     @property
     def num_features(self) -> int:
@@ -116,7 +116,7 @@ class PromptImages:
             if positions[0] < stop or (np.diff(positions) <= 0).any():
                 raise ValueError("positions of images do not rise")
             stop = image.stop
-            if image.sees_itself and len(positions) != image.stop - image.start:
+            if image.bidirectional_layers and len(positions) != image.stop - image.start:
                 raise ValueError("an image whose tokens attend to each other has text between its tokens")
         if not self.images or stop >= num_prompt_tokens:
             raise ValueError("a prompt with images must end with a text token")

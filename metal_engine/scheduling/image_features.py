@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from metal_engine.images import PromptImage, PromptImages
+from metal_engine.prompt_images import PromptImage, PromptImages
 from metal_engine.request import Request
 from metal_engine.settings.config import SchedulerConfig
 from metal_engine.step import ImageToEncode, SchedulerOutput
@@ -26,7 +26,7 @@ class RequestImages:
 
     Args:
         config: limits on encoded and kept features.
-        unit: unit of chunk sizes in tokens (:func:`metal_engine.scheduling.limits.chunk_unit`).
+        unit: unit of chunk sizes in tokens (:func:`metal_engine.scheduling.token_allotment.chunk_unit`).
 
     Attributes:
         num_encoded: number of images that plans have encoded.
@@ -243,7 +243,7 @@ def next_cut(images: PromptImages | None, start: int, unit: int) -> int:
 
 def _cut_by(images: PromptImages | None, position: int) -> PromptImage | None:
     """Return the image whose tokens attend to each other before and after a position; None if there is none."""
-    if images is None or not images.sees_itself:
+    if images is None or not images.bidirectional_layers:
         return None
     index = bisect_right(images.images, position, key=lambda image: image.stop)
     return images.images[index] if index < len(images.images) and images.images[index].start < position else None
@@ -252,7 +252,7 @@ def _cut_by(images: PromptImages | None, position: int) -> PromptImage | None:
 def largest_step(images: PromptImages, unit: int) -> int:
     """Return the largest number of tokens that a step must compute together, because no chunk may end within them."""
     largest = unit
-    for image in images.images if images.sees_itself else ():
+    for image in images.images if images.bidirectional_layers else ():
         start = last_cut(images, 0, image.start - image.start % unit, unit)
         largest = max(largest, next_cut(images, start, unit) - start)
     return largest

@@ -18,7 +18,7 @@ from metal_engine.grammars.compiled import CompiledGrammar
 from metal_engine.grammars.compiler import GrammarCompiler, GrammarRefusedError, GrammarTask
 from metal_engine.grammars.mark_scanner import FreePhase, Mark, PlainTokens, Segment
 from metal_engine.grammars.marks import as_lark, token_ranges
-from metal_engine.grammars.phases import PhaseRules
+from metal_engine.grammars.phase_matcher import PhaseRules
 from metal_engine.output_phases import CallPhase, CallTrigger, OutputPhases, ReasoningPhase
 from metal_engine.sampling_params import StructuredOutputsParams
 from metal_engine.text.tokenizer import Tokenizer

@@ -42,17 +42,17 @@ def open_paged_model(
     kv_cache_dtype: str = "auto",
     is_sketch: bool = False,
 ) -> PagedModel:
-    """Return a model for packed steps, or an :class:`AloneModel` if a layer has an unknown kind of cache.
+    """Return a model for packed steps, or an :class:`OwnCachesModel` if a layer has an unknown kind of cache.
 
     The arguments and exceptions are those of :class:`PagedModel`.
     """
     try:
         return PagedModel(model, recurrence, kv_cache_dtype=kv_cache_dtype, is_sketch=is_sketch)
     except UnknownCacheError as error:
-        return AloneModel(model, str(error), is_sketch=is_sketch)
+        return OwnCachesModel(model, str(error), is_sketch=is_sketch)
 
 
-class AloneModel(PagedModel):
+class OwnCachesModel(PagedModel):
     """An mlx-lm model that computes the requests of a step one after another, over mlx-lm's own caches.
 
     Does not support LoRA adapters, images, hidden states, replay, quantized KV, or several ranks.
@@ -68,7 +68,7 @@ class AloneModel(PagedModel):
 
     def __init__(self, model: nn.Module, reason: str, *, is_sketch: bool = False) -> None:
         self.model = model
-        self.alone = reason
+        self.own_caches_reason = reason
         try:
             vocab_size, dtype, spec = _measure(model)
         except Exception as error:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from metal_engine.attention.choice import ChosenAttention
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.checkpoints.requirements import CheckpointRequirements
+    from metal_engine.model_opening import OpenedModel
     from metal_engine.models.multimodal.encoder import ImageEncoder
-    from metal_engine.opening import OpenedModel
     from metal_engine.settings.args import EngineArgs
     from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo, VisionConfig
 
@@ -70,7 +70,7 @@ def find_vision(
     except Exception as error:  # the configuration is the checkpoint's
         logger.debug("reading the image processor of %s", args.model, exc_info=error)
         return f"its image processor cannot be used: {type(error).__name__}: {one_line(error)}"
-    info = expected_model_info(args.model, facts, args.kv_cache_dtype) if vision.sees_itself else None
+    info = expected_model_info(args.model, facts, args.kv_cache_dtype) if vision.bidirectional_layers else None
     return too_small_for_images(args, vision, info, device) or vision
 
 
@@ -147,8 +147,8 @@ def _try_kernel(attention: ChosenAttention, encoder: ImageEncoder, block_size: i
     """Try the Metal kernel with images whose tokens attend to each other. Raises KernelFailedError if it fails."""
     from metal_engine.attention.kernel_selftest import try_images
 
-    if not encoder.sees_itself or attention.metal is None:
+    if not encoder.bidirectional_layers or attention.metal is None:
         return
     for kind in dict.fromkeys(attention.kinds):
-        if kind not in attention.not_covered and (kind.has_window or encoder.sees_itself == "every layer"):
+        if kind not in attention.not_covered and (kind.has_window or encoder.bidirectional_layers == "every layer"):
             try_images(attention.metal, kind, block_size)

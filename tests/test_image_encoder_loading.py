@@ -231,10 +231,10 @@ def test_an_encoder_that_does_not_work(
     write_vision_checkpoint(tmp_path / "m", QWEN3_VL)
     tiny_vision("qwen3_vl")  # has a working encoder
     spoil(tmp_path / "m", monkeypatch)
-    with caplog.at_level(logging.WARNING, logger="metal_engine.image_input"):
+    with caplog.at_level(logging.WARNING, logger="metal_engine.image_encoder_loading"):
         _, refusal = refused(tmp_path / "m")
     assert reason in refusal
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "metal_engine.image_input"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "metal_engine.image_encoder_loading"]
     assert "serves text, and refuses images" in line and reason in line
 
 

@@ -13,7 +13,7 @@ RETRY_AFTER_SECONDS = 1
 
 
 @dataclass(frozen=True)
-class Admission:
+class QueueLimit:
     """Limits on requests that wait for the engine. Must be used in the event loop's thread.
 
     Attributes:

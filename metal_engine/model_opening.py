@@ -61,11 +61,11 @@ def open_model(
             whether kernels for recurrent layers are used.
     """
     from metal_engine.attention.metal.variants import UnsupportedAttentionError
-    from metal_engine.models.alone import open_paged_model
     from metal_engine.models.attention_kinds import attention_kinds
     from metal_engine.models.check import check_paged_model
     from metal_engine.models.indexer import index_kind
     from metal_engine.models.info import model_info
+    from metal_engine.models.own_caches_model import open_paged_model
     from metal_engine.recurrence.metal import MetalRecurrence
 
     try:
@@ -87,9 +87,11 @@ def open_model(
             )
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise cannot_run(args.model, loaded.config, error) from error
-    if paged.alone:
+    if paged.own_caches_reason:
         logger.warning(
-            "%s runs the requests of a step one after another over mlx-lm's own caches: %s", loaded.name, paged.alone
+            "%s runs the requests of a step one after another over mlx-lm's own caches: %s",
+            loaded.name,
+            paged.own_caches_reason,
         )
     if paged.index_top_k is not None:
         has_kernels = attention.metal is not None and not attention.layers.no_index_kernels

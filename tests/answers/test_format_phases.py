@@ -10,9 +10,9 @@ from jsonschema import Draft202012Validator
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.forced_calls import forced_schema
+from metal_engine.answers.format_phases import _CACHE, _MAX_CACHED, _size, call_phase, call_text, reasoning_phase
 from metal_engine.answers.harmony import harmony_format
 from metal_engine.answers.mark_splitter import MarkSplitter
-from metal_engine.answers.phases import _CACHE, _MAX_CACHED, _size, call_phase, call_text, reasoning_phase
 from metal_engine.answers.tool_prompts import prompted_format
 from metal_engine.errors import ParameterError
 from metal_engine.grammars.marks import without_marks

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 
-from metal_engine.images import PromptImage, PromptImages, SeesItself
-from metal_engine.scheduling.images import largest_step, last_cut, next_cut
+from metal_engine.prompt_images import BidirectionalLayers, PromptImage, PromptImages
+from metal_engine.scheduling.image_features import largest_step, last_cut, next_cut
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
@@ -22,9 +22,9 @@ from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 PLACEHOLDER = 7
 
 
-def image_at(positions: list[int], name: str, sees_itself: SeesItself = "") -> PromptImage:
+def image_at(positions: list[int], name: str, bidirectional_layers: BidirectionalLayers = "") -> PromptImage:
     content_hash = sha256(f"{name} {len(positions)}".encode()).digest()
-    return PromptImage(np.array(positions, np.int32), content_hash, {}, sees_itself)
+    return PromptImage(np.array(positions, np.int32), content_hash, {}, bidirectional_layers)
 
 
 def prompt_with(*images: PromptImage, seed: int = 0, length: int) -> list[int]:
@@ -253,7 +253,7 @@ def test_an_aligned_chunk_within_an_equal_part_below_a_block() -> None:
 class ImageMachine(SchedulerMachine):
     """Many prompts have images, which other prompts share, over few features and few KV blocks."""
 
-    sees_itself: SeesItself = ""
+    bidirectional_layers: BidirectionalLayers = ""
 
     @initialize(
         data=st.data(),
@@ -277,9 +277,9 @@ class ImageMachine(SchedulerMachine):
         depth, num_seqs = data.draw(self.depths), data.draw(st.integers(1, 6))
         least = 2 * limit + block_size if is_aligned else limit
         self.limit = limit
-        is_recurrent = is_recurrent and not self.sees_itself  # no model has both
+        is_recurrent = is_recurrent and not self.bidirectional_layers  # no model has both
         budget = max(budget, block_size if is_aligned else 1)
-        if self.sees_itself:
+        if self.bidirectional_layers:
             budget = max(budget, num_seqs + limit + data.draw(st.sampled_from([0, 2 * block_size, 20])))
         self.harness = SchedulerHarness(
             SchedulerConfig(
@@ -331,15 +331,15 @@ class ImageMachine(SchedulerMachine):
     def images_for(self, places: random.Random, contents: random.Random, length: int) -> list[PromptImage]:
         images, position = [], places.randint(0, 5)
         while position < length - 1 and len(images) < 4:
-            size, gap = places.randint(1, self.limit), places.choice((1, 1, 1 if self.sees_itself else 2))
+            size, gap = places.randint(1, self.limit), places.choice((1, 1, 1 if self.bidirectional_layers else 2))
             positions = list(range(position, position + size * gap, gap))
             if positions[-1] >= length - 1:
                 break
-            images.append(image_at(positions, str(contents.randint(0, 3)), self.sees_itself))
+            images.append(image_at(positions, str(contents.randint(0, 3)), self.bidirectional_layers))
             position = positions[-1] + places.choice((1, 2, 20))
         config = self.harness.config
         most = min(config.max_num_batched_tokens - (config.max_num_seqs - 1), config.image_cache_tokens)
-        while images and self.sees_itself and largest_step(PromptImages(tuple(images)), self.unit) > most:
+        while images and self.bidirectional_layers and largest_step(PromptImages(tuple(images)), self.unit) > most:
             images.pop()
         return images
 
@@ -360,7 +360,7 @@ class ImageMachine(SchedulerMachine):
 class SelfSeeingMachine(ImageMachine):
     """No chunk may cut an image."""
 
-    sees_itself = "every layer"
+    bidirectional_layers = "every layer"
 
 
 _SETTINGS = settings(max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from metal_engine.engine.phase_rules import PhaseRulesMaker
+from metal_engine.engine.phase_rules_maker import PhaseRulesMaker
 from metal_engine.errors import ParameterError, short
 from metal_engine.grammars.compiler import GrammarCompiler
 from metal_engine.output_phases import OutputPhases

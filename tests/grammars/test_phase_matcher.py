@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from metal_engine.answers.format_phases import call_phase
 from metal_engine.answers.harmony import harmony_format
-from metal_engine.answers.phases import call_phase
-from metal_engine.engine.token_rules import TokenRulesMaker
+from metal_engine.engine.token_rules_maker import TokenRulesMaker
 from metal_engine.output_phases import CallPhase, CallTrigger, OutputPhases, ReasoningPhase, ToolArguments
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import SpeculativeConfig

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from metal_engine.errors import ConfigError
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillAllocator, StepBudget, attention_work, rows_for_work
 from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.scheduling.token_allotment import (
+    MAX_PROMPT_ROWS,
+    PrefillAllocator,
+    StepBudget,
+    attention_work,
+    rows_for_work,
+)
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, DeviceInfo, ModelInfo, SchedulerConfig
 from metal_engine.settings.resolve import resolve_config
