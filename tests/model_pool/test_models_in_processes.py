@@ -82,18 +82,22 @@ class Models:
 
     Attributes:
         pids: ids of all processes that have been started.
+        num_deaths: number of first processes that are killed before they load a model.
     """
 
     def __init__(self, models: dict[str, EngineArgs], memory_bytes: int) -> None:
         start = Start([msgspec.to_builtins(args) for args in models.values()], "warning", "text")
         self.spawner = Spawner(engine_launch.MODULE, start, ProcessLimits(spare_delay=math.inf), is_shared=True)
         self.pids: list[int] = []
+        self.num_deaths = 0
         self._numbers = itertools.count()
         spawn = self.spawner._spawn
 
         def spawn_and_list() -> Any:
             process = spawn()
             self.pids.append(process.popen.pid)
+            if len(self.pids) <= self.num_deaths:
+                process.popen.kill()
             return process
 
         self.spawner._spawn = spawn_and_list  # type: ignore[method-assign]
@@ -177,6 +181,24 @@ def test_one_dies_and_others_go_on(folder: Path, own: dict[str, Any]) -> None:
             assert models["a"].num_bytes == 0
             await models.registry.unload(models["b"])
             assert models.loaded == "c" and not is_running(other)
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_deaths", [1, 2])
+def test_a_process_that_dies_while_loading_is_replaced_once(folder: Path, own: dict[str, Any], num_deaths: int) -> None:
+    """The second process answers the request that waits."""
+
+    async def test() -> None:
+        async with in_processes({"a": args_of(folder / "a")}) as models:
+            models.num_deaths = num_deaths
+            if num_deaths == 1:
+                check_answers(own["a"], PROMPTS, await models.answer("a", PROMPTS, []))
+            else:
+                with pytest.raises(ModelLoadError, match="has ended with SIGKILL"):
+                    await models.answer("a", PROMPTS, [])
+                assert not models["a"].num_bytes
+            assert len(models.pids) == 2
 
     run(test)
 

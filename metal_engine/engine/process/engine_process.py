@@ -30,6 +30,10 @@ _WHILE_LOADING = (wire.Device, wire.CheckFits, wire.Claim, wire.Ready)
 M = TypeVar("M", bound=wire.Message)
 
 
+class ProcessEndedError(ModelLoadError):
+    """The process has ended before its model was loaded."""
+
+
 class EngineProcess:
     """Spawned process of an engine, which imports its modules and waits. The calling thread must live as long.
 
@@ -75,7 +79,7 @@ class EngineProcess:
         try:
             return self._receive_one(wire.Device).info
         except (EOFError, wire.WireError) as error:
-            raise ModelLoadError(f"no model can be loaded: {self._ended(error)}") from error
+            raise ProcessEndedError(f"no model can be loaded: {self._ended(error)}") from error
 
     def build(self, order: wire.Build, access: DeviceAccess) -> wire.Ready:
         """Build the engine, and wait until the model is loaded.
@@ -84,7 +88,8 @@ class EngineProcess:
             access: gets the claims of memory. Its errors are raised.
 
         Raises:
-            ModelLoadError: the model cannot be loaded, or the process has ended.
+            ModelLoadError: the model cannot be loaded.
+            ProcessEndedError: the process has ended.
             ConfigError: the settings cannot work.
         """
         self.send(order)
@@ -96,7 +101,7 @@ class EngineProcess:
                     access.claim(message.num_bytes, message.loading_bytes, message.step_bytes)
                     self.send(wire.Granted())
         except (EOFError, wire.WireError) as error:
-            raise ModelLoadError(f"the model cannot be loaded: {self._ended(error)}") from error
+            raise ProcessEndedError(f"the model cannot be loaded: {self._ended(error)}") from error
         return message
 
     def _receive_one(self, kinds: type[M] | tuple[type[M], ...]) -> M:

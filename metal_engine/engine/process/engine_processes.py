@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -9,12 +10,14 @@ from typing import Any
 
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.process import wire
-from metal_engine.engine.process.engine_process import EngineProcess
+from metal_engine.engine.process.engine_process import EngineProcess, ProcessEndedError
 from metal_engine.engine.process.hang_monitor import HangMonitor
 from metal_engine.engine.process.limits import BUSY_DELAY_SECONDS, RESTART_SECONDS, ProcessLimits
 from metal_engine.engine.process.spawner import Spawner
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
+
+logger = logging.getLogger(__name__)
 
 
 class EngineProcesses:
@@ -47,7 +50,20 @@ class EngineProcesses:
         self._lock = threading.Lock()
 
     def build(self) -> wire.Ready:
-        """Build the engine in a process of the spawner. Raises as :meth:`EngineProcess.build`."""
+        """Build the engine in a process of the spawner. Raises as :meth:`EngineProcess.build`.
+
+        If the process ends while it loads a model on demand, another process tries once, since requests wait for it.
+        """
+        try:
+            return self._build()
+        except ProcessEndedError as error:
+            is_on_demand = self._spawner.is_shared and self._config is None
+            if not is_on_demand or self._is_stopping or not self._limits.max_restarts:
+                raise
+            logger.error("%s; a new process tries once more", error)
+        return self._build()
+
+    def _build(self) -> wire.Ready:
         began = time.monotonic()
         process = self._spawner.take()
         with self._lock:
