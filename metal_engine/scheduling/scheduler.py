@@ -2,8 +2,8 @@
 
 There are no separate prefill and decode phases. A step allots tokens until its budget is used up: first to requests
 with one token left to compute, then to running and waiting requests with more tokens. New prefills, continued chunks
-and decodes share every step. docs/tuning.md explains the rules. ``limits.py`` limits a request's token allotment,
-and ``admission.py`` selects the next request to admit.
+and decodes share every step. docs/tuning.md explains the rules. ``token_allotment.py`` limits a request's token
+allotment, and ``admission.py`` selects the next request to admit.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Scheduler:
     # --- adding and ending requests -------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that passes :func:`check_fits` of ``limits.py``. Raises ValueError if its id is in use."""
+        """Queue a request that passes :func:`check_fits` of ``token_allotment.py``. Raises ValueError if its id is in use."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         request.arrival = self._num_arrivals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -13,9 +14,12 @@ FOLDERS = ("metal_engine", "kernels", "tools", "tests", "docs")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Their comments and docstrings contain commands and paths too.
 SOURCES = [ROOT / "Makefile", *sorted((ROOT / "kernels").glob("*.metal")), *sorted((ROOT / "tools").rglob("*.py"))]
+PACKAGE = sorted((ROOT / "metal_engine").rglob("*.py"))
 
 # A script or module, by its path or the end of its path. Parts of longer names, URLs and globs do not count.
 FILE = re.compile(r"(?<![\w*./~-])[\w-][\w/-]*\.(?:py|sh)\b")
+# A module in a docstring or comment of the package: "``batch.py``".
+QUOTED = re.compile(r"``([\w/-]+\.py)``")
 # Any path inside one of the project's folders.
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/](?![\w*])")
 MODULE = re.compile(r"(?<![\w./-])(?:tools|tests|metal_engine)(?:\.\w+)+")
@@ -76,6 +80,24 @@ def test_files_links_and_targets_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in TARGET.findall(text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+
+
+def test_modules_named_in_the_package_exist() -> None:
+    of_llama_cpp = {"convert_hf_to_gguf.py"}
+    names = {name: path for path in PACKAGE for name in QUOTED.findall(path.read_text())}
+    assert {name: path for name, path in names.items() if name not in _files() | of_llama_cpp} == {}
+    assert len(names) > 5
+
+
+def test_the_table_of_layers_is_import_linters() -> None:
+    page = (ROOT / "docs/dev/architecture.md").read_text()
+    rows = re.findall(r"^\|(.*?)\|", page.partition("## Layers")[2].partition("\n- ")[0], re.MULTILINE)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (one["layers"] for one in contracts if one.get("containers") == ["metal_engine"])
+    level_of = {name: level for level, layer in enumerate(layers) for name in layer.split(" | ")}
+    names = re.findall(r"`(\w+)`", " ".join(rows))
+    assert {"__main__", *names} == level_of.keys()
+    assert names == sorted(names, key=lambda name: level_of[name])
 
 
 def test_wrong_names_are_noticed() -> None:
