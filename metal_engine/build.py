@@ -260,7 +260,7 @@ def _enable_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str,
             used = {name for file in files for name in file.modules}
             targets = replace(targets, shapes={n: shape for n, shape in targets.shapes.items() if n in used})
         max_loras, max_rank = args.num_slots(), args.largest_rank([file.rank for file in files])
-        layers = paged.adapt(targets.shapes, max_loras, max_rank)
+        layers = paged.enable_lora(targets.shapes, max_loras, max_rank)
         adapters = AdapterRegistry(targets, max_loras, max_rank, layers.set_weights)
         for module in args.adapters:
             adapters.load(module.name, module.path, lambda call: call(), base_model_name=module.base_model_name)

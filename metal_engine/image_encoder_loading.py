@@ -135,7 +135,7 @@ def _load(args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, *, is_chec
     encoder = MlxVlmEncoder(config, hidden_size, paged.dtype)
     language_model = encoder.take_language_model()
     weight_bytes = load_encoder_weights(encoder, loaded.path, loaded.config, dtype, on_cpu=on_cpu)
-    paged.see(encoder)
+    paged.add_image_encoder(encoder)
     if not is_checked:
         logger.info("checking that images reach %s correctly", loaded.name)
         check_images(paged, encoder, language_model)

@@ -190,7 +190,7 @@ def test_gguf_files_of_llama(tmp_path: Path) -> None:
     assert len(targets.interleaved) == 2 * config["num_hidden_layers"]
     folder = adapters.write_mlx_lm(tmp_path / "a", products_for(targets.shapes, rank=2, seed=3))
     opened = open_adapter(folder, targets)
-    layers = paged.adapt(targets.shapes, 1, 2)
+    layers = paged.enable_lora(targets.shapes, 1, 2)
     assert sum(layers.set_weights(1, {name: opened.weights(name) for name in opened.modules}))
     # All rows in the adapter of slot 1.
     paged._step.adapters = AdapterRows(np.ones(len(PROMPT), np.int32), is_sorted=False)

@@ -53,7 +53,7 @@ class RequestPreparer:
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size, grammars)
         encode = partial(tokenizer.encode, add_special_tokens=False)
         self.images = None if config.vision is None else ImageProcessing(config.vision, encode)
-        self._parts = PromptBoundaries(tokenizer) if config.cache.num_state_slots else None
+        self._boundaries = PromptBoundaries(tokenizer) if config.cache.num_state_slots else None
 
     def prepare(
         self,
@@ -117,7 +117,7 @@ class RequestPreparer:
                 adapter=adapter,
                 images=of_prompt,
             )
-            prepared.append(request if self._parts is None else self._parts.marked(request))
+            prepared.append(request if self._boundaries is None else self._boundaries.with_boundaries(request))
         return prepared
 
     def prepare_pooling(

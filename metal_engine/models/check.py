@@ -89,9 +89,9 @@ def check_paged_model(
     with small_chunks(paged), small_selection(paged):
         if paged.kv_bits is None:
             return _check_logits(paged, backend, vocab_size, block_size, agree)
-        with paged.over(paged.pool.unquantized()):
+        with paged.using_pool(paged.pool.unquantized()):
             gap = _check_logits(paged, PortableBackend(), vocab_size, block_size, agree)
-        with paged.over(with_recording_states(paged.pool)):
+        with paged.using_pool(with_recording_states(paged.pool)):
             _run(paged, ComparingBackend(backend), _Requests.of(paged, vocab_size, block_size, 0, agree))
         return gap
 

@@ -86,7 +86,7 @@ class OwnCachesModel(PagedModel):
     def has_recurrence_kernels(self) -> bool:
         return False
 
-    def see(self, encoder: ImageEncoder) -> None:
+    def add_image_encoder(self, encoder: ImageEncoder) -> None:
         raise UnsupportedModelError("its requests run alone over mlx-lm's own caches, which take no images")
 
     def forward(

@@ -124,7 +124,7 @@ class PagedModel:
         self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
 
     @contextmanager
-    def over(self, pool: StatePool) -> Iterator[None]:
+    def using_pool(self, pool: StatePool) -> Iterator[None]:
         """Use another pool within a ``with`` block.
 
         Args:
@@ -160,7 +160,7 @@ class PagedModel:
         """Use MLX's own operations for recurrent layers from now on."""
         self._step.recurrence = None
 
-    def adapt(self, names: Iterable[str], max_loras: int, max_rank: int) -> AdaptedLayers:
+    def enable_lora(self, names: Iterable[str], max_loras: int, max_rank: int) -> AdaptedLayers:
         """Prepare linear layers for LoRA adapters. Can be called once.
 
         Args:
@@ -173,7 +173,7 @@ class PagedModel:
         self.adapters = AdaptedLayers(chosen, self._step, max_loras, max_rank, self.dtype)
         return self.adapters
 
-    def see(self, encoder: ImageEncoder) -> None:
+    def add_image_encoder(self, encoder: ImageEncoder) -> None:
         """Prepare the model for features of images. Can be called once.
 
         Raises:

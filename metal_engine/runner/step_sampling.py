@@ -163,8 +163,8 @@ class StepSampling:
             is_dispatched: True if the device is computing the logits already.
         """
         num_sampled = len(self._indices)
-        if self._broadcast is not None and not self._broadcast.samples:
-            self.tokens = self._broadcast.received(num_sampled, logits) if num_sampled else None
+        if self._broadcast is not None and not self._broadcast.is_source:
+            self.tokens = self._broadcast.receive(num_sampled, logits) if num_sampled else None
             return
         if self._prompt_rows:
             targets = mx.array(np.concatenate([p.targets for p in self._prompt_rows]))
@@ -174,7 +174,7 @@ class StepSampling:
         if num_sampled:
             self.tokens = self._sample(logits, is_dispatched)
             if self._broadcast is not None:
-                self.tokens = self._broadcast.sent(self.tokens)
+                self.tokens = self._broadcast.send(self.tokens)
             wanted = np.flatnonzero(self._num_top >= 0)
             if len(wanted):
                 at = mx.array(wanted.astype(np.int32))

@@ -13,13 +13,13 @@ class TokenBroadcast:
 
     def __init__(self, group: mx.distributed.Group) -> None:
         self._group = group
-        self.samples = group.rank() == 0
+        self.is_source = group.rank() == 0
 
-    def sent(self, tokens: mx.array) -> mx.array:
+    def send(self, tokens: mx.array) -> mx.array:
         """Return rank 0's samples as all ranks receive them, [R] -> [R] int32. Call it on rank 0."""
         return mx.distributed.all_sum(tokens.astype(mx.int32), group=self._group)
 
-    def received(self, num_rows: int, logits: mx.array) -> mx.array:
+    def receive(self, num_rows: int, logits: mx.array) -> mx.array:
         """Return rank 0's samples, [R] int32. Call it on the other ranks.
 
         The exchange follows ``logits``, as on rank 0, so that all ranks exchange the same arrays in the same order.

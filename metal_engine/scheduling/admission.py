@@ -9,7 +9,7 @@ from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import Block
 from metal_engine.scheduling.prefix_cache import PrefixCache
-from metal_engine.scheduling.recurrent_checkpoints import RequestStates
+from metal_engine.scheduling.request_states import RequestStates
 from metal_engine.scheduling.token_allotment import PrefillAllocator, is_long
 from metal_engine.scheduling.waiting_queue import WaitingQueue
 from metal_engine.settings.config import SchedulerConfig
@@ -131,7 +131,7 @@ class Admissions:
                 self.waiting.park(request, suspect, suspect.num_tokens + 1)
             elif owner := self._find_owner(candidate, prefills):
                 self.waiting.park(request, *owner)
-                self._states.want(*owner)
+                self._states.request_checkpoint(*owner)
             elif not self._states.can_admit(request, candidate.num_cached_tokens):
                 return None
             else:

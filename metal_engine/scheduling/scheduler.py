@@ -15,7 +15,7 @@ from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.image_features import RequestImages
 from metal_engine.scheduling.integrity import check_integrity
 from metal_engine.scheduling.prefix_cache import PrefixCache
-from metal_engine.scheduling.recurrent_checkpoints import RequestStates
+from metal_engine.scheduling.request_states import RequestStates
 from metal_engine.scheduling.speculation.proposals import Proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.scheduling.state_slots import StateSlots
@@ -82,7 +82,7 @@ class Scheduler:
     # --- adding and ending requests -------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that passes :func:`check_fits` of ``token_allotment.py``. Raises ValueError if its id is in use."""
+        """Queue a request that passes :func:`token_allotment.check_fits`. Raises ValueError if its id is in use."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         request.arrival = self._num_arrivals
@@ -133,7 +133,7 @@ class Scheduler:
         budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work, prompt_rows)
         num_preemptions = self.num_preemptions
         partial = self._schedule_decodes(plan, budget)
-        chunk_limits = self._max_chunk_tokens, self._take_at_once
+        chunk_limits = self._max_chunk_tokens, self._plan_whole_prompt
         prefills = PrefillAllocator(budget, partial, self.config, self.blocks.block_size, *chunk_limits)
         pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
         if not pool_is_full and prefills.should_admit_first(self._last_admission):
@@ -160,8 +160,8 @@ class Scheduler:
         limits = self.states.max_chunk_tokens, self.images.max_chunk_tokens
         return min(limit(request, num_computed) for limit in limits)
 
-    def _take_at_once(self, request: Request, num_computed: int) -> int:
-        limits = self.states.take_at_once, self.images.max_chunk_tokens
+    def _plan_whole_prompt(self, request: Request, num_computed: int) -> int:
+        limits = self.states.plan_whole_prompt, self.images.max_chunk_tokens
         return min(limit(request, num_computed) for limit in limits)
 
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:

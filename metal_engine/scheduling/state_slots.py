@@ -93,7 +93,7 @@ class StateSlots:
         """Return the slot of a state checkpoint."""
         return self._checkpoints[block_hash]
 
-    def hit(self, block_hash: bytes) -> int:
+    def resume_from(self, block_hash: bytes) -> int:
         """Return the slot of a state checkpoint from which a request resumes, and count the hit."""
         self._checkpoints.move_to_end(block_hash)
         self._was_hit.add(block_hash)

@@ -128,8 +128,8 @@ class PrefillAllocator:
         prefills: running requests with more than one token left to compute, for :meth:`add_running`.
         max_chunk_tokens: returns how many tokens of a request may follow a number of computed tokens in one chunk. 0 if
             the next token is in an image that has to wait.
-        take_at_once: plans a whole prompt if no prefill slot is free. Returns how many of its tokens to compute in this
-            step.
+        plan_whole_prompt: plans a whole prompt if no prefill slot is free. Returns how many of its tokens to compute in
+            this step.
 
     Attributes:
         allotments: token allotment of each added request, in order of addition.
@@ -144,14 +144,14 @@ class PrefillAllocator:
         config: SchedulerConfig,
         block_size: int,
         max_chunk_tokens: Callable[[Request, int], int] = lambda request, num_computed: request.num_tokens,
-        take_at_once: Callable[[Request, int], int] = lambda request, num_computed: request.num_tokens,
+        plan_whole_prompt: Callable[[Request, int], int] = lambda request, num_computed: request.num_tokens,
     ) -> None:
         self.step = step
         self.allotments: dict[Request, int] = {}
         self._config = config
         self._block_size = block_size
         self._max_chunk_tokens = max_chunk_tokens
-        self._take_at_once = take_at_once
+        self._plan_whole_prompt = plan_whole_prompt
         self._unit = chunk_unit(config, block_size)
         self._unfinished: list[Request] = []  # added requests whose allotments do not complete their prompts
         # Running requests without an allotment in this step, the longest waiting first.
@@ -248,7 +248,7 @@ class PrefillAllocator:
         self.allotments[request] = 0
         num_computed = request.num_computed_tokens
         if whole:
-            allotment = min(remaining, self._take_at_once(request, num_computed))
+            allotment = min(remaining, self._plan_whole_prompt(request, num_computed))
         else:
             allotment = min(
                 remaining, self._block_size, self.step.tokens, self._max_chunk_tokens(request, num_computed)

@@ -62,7 +62,7 @@ async def keep_up(lifecycle: Lifecycle, workers: Workers, release_memory: Releas
     while True:
         await asyncio.sleep(_POLL_SECONDS)
         if threads is not None:
-            threads.follow()
+            threads.adapt()
         relieve(release_memory, memory_pressure())
         if memory.is_due():
             await asyncio.to_thread(give_back_freed_memory)

@@ -51,7 +51,7 @@ class PromptBoundaries:
         except ValueError:  # no template, or the template refuses this conversation
             return []
 
-    def marked(self, request: PreparedRequest) -> PreparedRequest:
+    def with_boundaries(self, request: PreparedRequest) -> PreparedRequest:
         """Return the request with both boundaries set: the number of prompt tokens before each."""
         prompt = request.prompt_token_ids
         return replace(

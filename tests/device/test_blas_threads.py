@@ -38,7 +38,7 @@ def test_other_programs_get_their_cores(most: int, others: float, threads: int) 
     load = Load()
     blas = load.threads(most)
     load.go_on(most - others, others)
-    blas.follow()
+    blas.adapt()
     assert blas.threads == threads
     assert load.set == [threads] * (threads != most)
 
@@ -48,13 +48,13 @@ def test_threads_come_back() -> None:
     blas = load.threads(2)
     for own, others in ((1.0, 1.0), (1.0, 1.0), (1.0, 0.0), (2.0, 0.0)):
         load.go_on(own, others)
-        blas.follow()
+        blas.adapt()
     assert load.set == [1, 2]
 
 
 def test_two_calls_at_the_same_time() -> None:
     blas = Load().threads(2)
-    blas.follow()
+    blas.adapt()
     assert blas.threads == 2
 
 

@@ -172,7 +172,7 @@ def test_adapters(way: str, tmp_path: Path) -> None:
     folder = adapters.write_mlx_lm(tmp_path / "a", weights)
     paged = PagedModel(model_of("llama"), kv_cache_dtype="int8")
     targets = adapter_targets(paged)
-    layers = paged.adapt(targets.shapes, 1, 3)
+    layers = paged.enable_lora(targets.shapes, 1, 3)
     registry = AdapterRegistry(targets, 1, 3, layers.set_weights)
     engine = engine_of(paged, adapters=registry, **WAYS[way])
     adapters.load(engine, "a", folder)

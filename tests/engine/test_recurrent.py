@@ -15,7 +15,7 @@ from metal_engine.models.recurrent.state_cache import StateCache
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.recurrent_checkpoints import RequestStates
+from metal_engine.scheduling.request_states import RequestStates
 from tests.support.sweeps import sweep
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.fake_engine import VOCAB_SIZE

@@ -10,7 +10,7 @@ import pytest
 from metal_engine.request import RequestOutput
 from metal_engine.runner.batch import RequestTable
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.recurrent_checkpoints import DRAFTS_INTERVAL, RequestStates
+from metal_engine.scheduling.request_states import DRAFTS_INTERVAL, RequestStates
 from tests.engine.test_recurrent import ARCHITECTURES, GREEDY, PROMPTS, hybrid_engine, own_answer, own_answers, prompts
 from tests.runner.test_speculation import EVERYTHING, check_same
 from tests.support.speculation import KnownOutputs, propose_from, speculative_config

@@ -53,7 +53,7 @@ def adapted_engine(
     def make(paged: PagedModel) -> AdapterRegistry:
         targets = adapter_targets(paged)
         slots = max_loras or len(folders)
-        layers = paged.adapt(targets.shapes, slots, max_rank)
+        layers = paged.enable_lora(targets.shapes, slots, max_rank)
         return AdapterRegistry(targets, slots, max_rank, layers.set_weights)
 
     engine = tiny_engine(make_adapters=make, **config)

@@ -10,9 +10,9 @@ from metal_engine.request import Request
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
+from metal_engine.scheduling.speculation.computed_drafts import DraftCosts
 from metal_engine.scheduling.speculation.draft_gain import DraftGain, UnmeasuredGain
 from metal_engine.scheduling.speculation.draft_lengths import StepTimes
-from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import Proposer, make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import SpeculativeConfig

@@ -127,7 +127,7 @@ def make_tiny_vision(config: dict[str, Any], kv_cache_dtype: str = "auto") -> Ti
     spread_weights(reference)
     share_text_weights(language_model, text)
     paged = PagedModel(text, kv_cache_dtype=kv_cache_dtype)
-    paged.see(encoder)
+    paged.add_image_encoder(encoder)
     clone = MlxVlmEncoder(config, 64, mx.float32)
     clone.model.update(reference.parameters())
     encoder.take_language_model()

@@ -69,7 +69,7 @@ class BlasThreads:
         self._busy, self._own, self._clock = busy, own, clock
         self._last = clock(), busy(), own()
 
-    def follow(self) -> None:
+    def adapt(self) -> None:
         """Set the number of threads from the load since the last call. Call it about once a second."""
         before, self._last = self._last, (self._clock(), self._busy(), self._own())
         seconds, busy, own = (now - then for now, then in zip(self._last, before, strict=True))

@@ -29,7 +29,7 @@ from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.channel import Channel
 from metal_engine.engine.process.end_with_parent import end_with_parent
-from metal_engine.engine.process.lent_resources import LentResources
+from metal_engine.engine.process.keyed_resources import KeyedResources
 from metal_engine.engine.process.packed_requests import unpacked_text
 from metal_engine.engine.process.packed_results import (
     packed_adapter,
@@ -110,7 +110,7 @@ class EngineChild:
         # Requests that wait for grammars or adapters. The lock is held to add them to the engine, and to end requests.
         self._waiting: set[str] = set()
         self._lock = threading.Lock()
-        self._resources = LentResources(self._thread, lambda: self._built, channel.send)
+        self._resources = KeyedResources(self._thread, lambda: self._built, channel.send)
 
     def run(self) -> None:
         """Build the engine and process messages, until the server ends the engine.
@@ -171,7 +171,7 @@ class EngineChild:
             if num_idle == _IDLE_INTERVALS:
                 give_back_freed_memory()
             if threads is not None and not interval % _BLAS_INTERVALS:
-                threads.follow()
+                threads.adapt()
             time.sleep(_NUMBERS_SECONDS)
 
     @property

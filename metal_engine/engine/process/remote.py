@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.02
 
 
-class Calls:
+class EngineCalls:
     """Calls to the process of an engine, and the objects there that the server has dropped. Thread-safe.
 
     Args:
@@ -171,7 +171,7 @@ class RemoteGrammars:
     Implements ``metal_engine.engine.token_rules_maker.GrammarMaker``.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: EngineCalls) -> None:
         self._calls = calls
 
     def grammar_for(

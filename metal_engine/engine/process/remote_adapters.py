@@ -11,7 +11,7 @@ from pathlib import Path
 
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.packed_requests import packed_text
-from metal_engine.engine.process.remote import Calls
+from metal_engine.engine.process.remote import EngineCalls
 from metal_engine.errors import AdapterError
 from metal_engine.lora_adapter import Adapter
 
@@ -27,7 +27,7 @@ class RemoteAdapters:
         loaded: adapters that were loaded with the model.
     """
 
-    def __init__(self, calls: Calls, loaded: list[wire.LoadedAdapter]) -> None:
+    def __init__(self, calls: EngineCalls, loaded: list[wire.LoadedAdapter]) -> None:
         self._calls = calls
         # Adapters that the process holds, with the messages that load them.
         self._held: weakref.WeakKeyDictionary[Adapter, wire.LoadAdapter] = weakref.WeakKeyDictionary()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from metal_engine.engine.process.packed_images import InputArrays, packed_inputs
-from metal_engine.engine.process.remote import Calls
+from metal_engine.engine.process.remote import EngineCalls
 from metal_engine.engine.process.wire import ImageInputs
 from metal_engine.prompt_images import PromptImages
 
@@ -45,7 +45,7 @@ class RemoteImages:
         max_recent_bytes: maximum size of the most recent inputs, which stay in the process when their requests end.
     """
 
-    def __init__(self, calls: Calls, max_recent_bytes: int = _MAX_RECENT_BYTES) -> None:
+    def __init__(self, calls: EngineCalls, max_recent_bytes: int = _MAX_RECENT_BYTES) -> None:
         self._calls = calls
         self._max_recent_bytes = max_recent_bytes
         self._recent: OrderedDict[bytes, RemoteImageInputs] = OrderedDict()

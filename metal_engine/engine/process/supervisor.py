@@ -17,12 +17,12 @@ from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.engine_process import EngineProcess
-from metal_engine.engine.process.engine_processes import EngineProcesses
 from metal_engine.engine.process.open_request import OpenRequest
 from metal_engine.engine.process.packed_results import MetricsTotals, unpacked_output
-from metal_engine.engine.process.remote import Calls, RemoteEngine, RemoteGrammars, RemoteWatch
+from metal_engine.engine.process.remote import EngineCalls, RemoteEngine, RemoteGrammars, RemoteWatch
 from metal_engine.engine.process.remote_adapters import RemoteAdapters
 from metal_engine.engine.process.remote_images import RemoteImages
+from metal_engine.engine.process.restartable_process import RestartableProcess
 from metal_engine.engine.process.spawner import Spawner
 from metal_engine.engine.step_observer import FrameSink
 from metal_engine.engine.transport import EndSink, EngineDeadError, OutputSink
@@ -61,7 +61,7 @@ class EngineSupervisor:
         make_tokenizer: Callable[[wire.Ready], Tokenizer],
         access: DeviceAccess = WHOLE_DEVICE,
     ) -> None:
-        self._processes = EngineProcesses(spawner, args, access)
+        self._restartable = RestartableProcess(spawner, args, access)
         self._access = access
         self._make_tokenizer = make_tokenizer
         self._on_outputs: OutputSink = lambda outputs: None
@@ -71,7 +71,7 @@ class EngineSupervisor:
         self._open: dict[str, OpenRequest] = {}
         self._is_up = False
         self._is_shutting_down = False
-        self._calls = Calls(self._send, self._lock)
+        self._calls = EngineCalls(self._send, self._lock)
         self._images = RemoteImages(self._calls)
         self._engine: RemoteEngine | None = None
         self._metrics = EngineMetrics()
@@ -89,7 +89,7 @@ class EngineSupervisor:
 
     @property
     def _process(self) -> EngineProcess | None:
-        return self._processes.current
+        return self._restartable.current
 
     def launch(self) -> None:
         """Start the process, and do not wait for it."""
@@ -170,20 +170,20 @@ class EngineSupervisor:
         """
         with self._lock:
             self._is_shutting_down = True
-            self._processes.stop()
+            self._restartable.stop()
         if self._thread.is_alive():
             self._thread.join(timeout)
         has_ended = not self._thread.is_alive()
-        self._processes.kill()
+        self._restartable.kill()
         return has_ended
 
     # --- in the thread ---
 
     def _main(self) -> None:
         try:
-            self._engine = self._first_engine(self._processes.build())
+            self._engine = self._first_engine(self._restartable.build())
         except BaseException as error:  # noqa: BLE001  (raised by start())
-            self._processes.kill()
+            self._restartable.kill()
             self.error = error
             return
         finally:
@@ -194,7 +194,7 @@ class EngineSupervisor:
         except BaseException as error:  # a fault of this code: without an end, all requests would wait forever
             logger.critical("the engine cannot be kept alive", exc_info=True)
             problem = f"it cannot be kept alive: {type(error).__name__}: {error}"
-        self._processes.kill()
+        self._restartable.kill()
         self._die(problem)
 
     def _run(self) -> str | None:
@@ -205,16 +205,16 @@ class EngineSupervisor:
         with self._lock:
             self._is_up = False
         self._watch.interrupt()
-        while self._processes.may_restart():
+        while self._restartable.may_restart():
             logger.error("%s%s; a new process continues %d requests", cause, self._last_words, len(self._open))
             try:
-                self._resume(self._processes.build(), ended_at)
+                self._resume(self._restartable.build(), ended_at)
                 return None
             except Exception as error:  # noqa: BLE001  (logged in the next iteration, or as the problem)
                 self._process.kill()
                 cause = str(error)
                 problem = f"{problem.partition('; then: ')[0]}; then: {cause}"
-        return f"{problem}{self._processes.refusal}"
+        return f"{problem}{self._restartable.refusal}"
 
     @property
     def _last_words(self) -> str:
@@ -301,12 +301,12 @@ class EngineSupervisor:
     def _follow(self, stats: SchedulerStats) -> None:
         engine = self._engine
         assert engine is not None
-        self._processes.follow(engine.stats, stats, has_requests=bool(self._open))
+        self._restartable.record_stats(engine.stats, stats, has_requests=bool(self._open))
         engine.stats = self._totals.add_stats(stats)
 
     def _recorded(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Record outputs, so that another process can continue after them."""
-        self._processes.has_output()
+        self._restartable.has_output()
         with self._lock:
             for output in outputs:
                 opened = self._open.get(output.request_id)

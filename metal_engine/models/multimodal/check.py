@@ -66,7 +66,7 @@ def check_images(paged: PagedModel, encoder: MlxVlmEncoder, language_model: nn.M
         with encoder.language_model(language_model):
             prompt = _prompt(encoder, paged.vocab_size, seed)
         pool = paged.pool if paged.kv_bits is None else paged.pool.unquantized()
-        with paged.over(pool):
+        with paged.using_pool(pool):
             gap = _largest_gap(paged, encoder, prompt)
         if gap <= LOGITS_TOLERANCE[paged.dtype]:
             return gap

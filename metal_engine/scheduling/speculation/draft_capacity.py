@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.recurrent_checkpoints import RequestStates
+from metal_engine.scheduling.request_states import RequestStates
 from metal_engine.scheduling.token_allotment import attention_work, rows_for_work
 
 

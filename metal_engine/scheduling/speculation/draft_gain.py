@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from metal_engine.scheduling.speculation.draft_lengths import size_class_of_rows
+from metal_engine.scheduling.speculation.draft_lengths import averaged, size_class_of_rows
 from metal_engine.step import UNKNOWN_DRAFT, SchedulerOutput
 
 # Weight of a step in the rates: they average over about 16 steps.
 _WEIGHT = 1 / 16
-# Limit on a measured time relative to the known time, because other load on the machine may have delayed the step.
-_HELD_UP = 2.0
+# Maximum ratio of a step's time to the average (:func:`averaged`).
+_MAX_RATIO = 2.0
 # Number of steps with drafts that are measured before they are compared.
 _BURST = 8
 # Lengths of pauses in steps: to measure the rate without drafts, and after bursts that were too slow.
@@ -42,7 +42,7 @@ class _Rate:
             self.tokens, self.seconds = num_tokens, seconds
             return
         self.tokens += _WEIGHT * (num_tokens - self.tokens)
-        self.seconds += _WEIGHT * (min(seconds, _HELD_UP * self.seconds) - self.seconds)
+        self.seconds = averaged(self.seconds, seconds, _WEIGHT, _MAX_RATIO)
 
 
 @dataclass(slots=True)

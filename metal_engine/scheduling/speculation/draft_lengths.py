@@ -24,13 +24,21 @@ MIN_GAIN = 0.05
 # measurement has halved.
 _STEP_WEIGHT = 0.25
 _HALF_LIFE = 512
-# Limit on a measured time relative to the known time, because other load on the machine may have delayed the step.
-_HELD_UP = 1.5
+# Maximum ratio of a measured time to the average in :func:`averaged`.
+_MAX_RATIO = 1.5
 # Steps of up to this many rows are tried without a measurement of a similar size.
 _ALWAYS_TRIED = 8
 # Extra weight of the step time that drafts add, scaled by the fraction of the step's requests that do not own the
 # drafts. Without it, requests with half of their drafts accepted would make a batch of sixteen requests 3% slower.
 _OTHERS_WEIGHT = 0.75
+
+
+def averaged(average: float, seconds: float, weight: float, max_ratio: float) -> float:
+    """Return a moving average of durations after a new measurement.
+
+    The measurement counts as at most ``max_ratio`` times the average, because other load may have delayed the work.
+    """
+    return average + weight * (min(seconds, max_ratio * average) - average)
 
 
 @dataclass(slots=True)
@@ -95,7 +103,7 @@ class StepTimes:
             known.seconds, known.is_sure = min(known.seconds, seconds), True
         else:
             weight = max(_STEP_WEIGHT, 1 - self._remembered(known))
-            known.seconds += weight * (min(seconds, _HELD_UP * known.seconds) - known.seconds)
+            known.seconds = averaged(known.seconds, seconds, weight, _MAX_RATIO)
         known.last = self._num_measured
 
     def _remembered(self, size: _Size) -> float:

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from metal_engine.request import Request
 from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
+from metal_engine.scheduling.speculation.computed_drafts import DraftCosts, DraftModelProposer, HeadCosts, HeadProposer
 from metal_engine.scheduling.speculation.draft_lengths import least_gain
-from metal_engine.scheduling.speculation.draft_model import DraftCosts, DraftModelProposer, HeadCosts, HeadProposer
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import UNKNOWN_DRAFT
@@ -84,7 +84,7 @@ class Proposals:
         self._costs = costs
         self._allows_head = True
         self._least_gain = math.inf  # threshold of the last step with decoding requests
-        self._held_up: set[str] = set()
+        self._suspended: set[str] = set()
         self._noted: dict[str, tuple[int, int]] = {}  # request id -> index of a token, and its untried draft
         self._rotation = 0
         self._first = 0  # rotation of requests with equally likely drafts
@@ -112,7 +112,7 @@ class Proposals:
         self._proposer.begin_step()
         self._allows_head = allows_head
 
-    def of(
+    def select(
         self, decoding: list[Request], num_sampling: int, times: list[float], num_planned: int = 1
     ) -> tuple[dict[Request, list[int]], list[Request]]:
         """Return the drafts of requests that are likely enough to be worth their cost, and the other requests.
@@ -196,9 +196,9 @@ class Proposals:
         return sorted(rotated, key=lambda request: -round(_LEVELS * self.acceptance.best_of(request.request_id)))
 
     def _may_have_drafts(self, request: Request, num_pending: int, *, is_planned: bool) -> bool:
-        if request.request_id in self._held_up:
+        if request.request_id in self._suspended:
             if is_planned:
-                self._held_up.remove(request.request_id)
+                self._suspended.remove(request.request_id)
             return False
         return request.options.use_speculation and self._most(request, num_pending) > num_pending
 
@@ -225,16 +225,16 @@ class Proposals:
         may_have_drafts = request.options.use_speculation and request.pooling_params is None
         return may_have_drafts and self.acceptance.computed.of(request.request_id) >= self._least_gain
 
-    def note(self, request: Request, drafts: list[int]) -> None:
+    def record_untried(self, request: Request, drafts: list[int]) -> None:
         """Record the first of some untried drafts, to compare it with the generated token. Skips UNKNOWN_DRAFT."""
         if drafts and drafts[0] != UNKNOWN_DRAFT:
             self._noted[request.request_id] = request.num_tokens, drafts[0]
 
     def record_untried_drafts(self, others: list[Request]) -> None:
-        """Record the next draft of up to ``_MAX_NOTED`` requests, in rotation. See :meth:`note`."""
+        """Record the next draft of up to ``_MAX_NOTED`` requests, in rotation. See :meth:`record_untried`."""
         for i in range(min(_MAX_NOTED, len(others))):
             request = others[(self._rotation + i) % len(others)]
-            self.note(request, self._drafts(request, 1))
+            self.record_untried(request, self._drafts(request, 1))
         self._rotation += _MAX_NOTED
 
     def pick_probe_request(self, requests: list[Request]) -> Request | None:
@@ -270,15 +270,15 @@ class Proposals:
 
     def suspend_drafts(self, request_id: str) -> None:
         """Suspend drafts of a request for the next planned step."""
-        self._held_up.add(request_id)
+        self._suspended.add(request_id)
 
     def planned_async(self, request_ids: Iterable[str]) -> None:
         """Lift the suspension of drafts for requests of an asynchronously planned step, which had no drafts."""
-        self._held_up.difference_update(request_ids)
+        self._suspended.difference_update(request_ids)
 
     def forget(self, request_id: str) -> None:
         """Drop the data of a request that has ended."""
-        self._held_up.discard(request_id)
+        self._suspended.discard(request_id)
         self._noted.pop(request_id, None)
         self.acceptance.forget(request_id)
         if self._costs is not None:

@@ -16,12 +16,12 @@ from functools import partial
 
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.recurrent_checkpoints import RequestStates
+from metal_engine.scheduling.request_states import RequestStates
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
+from metal_engine.scheduling.speculation.computed_drafts import DraftCosts
 from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity, max_drafts
 from metal_engine.scheduling.speculation.draft_gain import DraftGain, UnmeasuredGain
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes, choose_lengths
-from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import Proposals, Proposer, make_costs
 from metal_engine.scheduling.token_allotment import StepBudget, num_remaining
 from metal_engine.settings.config import SchedulerConfig
@@ -114,10 +114,10 @@ class Speculation:
         times = self._times.times(len(requests), most)
         # Step times beyond the measured sizes are assumed not to grow, so that these sizes are tried and measured.
         hoped = [*times, *(times[-1:] or [1.0]) * (1 + most - len(times))]
-        proposals, others = self._proposals.of(requests, len(requests), hoped, num_planned=0)
+        proposals, others = self._proposals.select(requests, len(requests), hoped, num_planned=0)
         self._proposals.record_untried_drafts(others)
         for request, drafts in proposals.items():
-            self._proposals.note(request, drafts)
+            self._proposals.record_untried(request, drafts)
         capacity = self._capacity_after(requests)
         limits = [capacity.take(r, len(drafts) - r.num_output_placeholders) for r, drafts in proposals.items()]
         self._was_worth_waiting = any(limits) and (
@@ -200,7 +200,7 @@ class Speculation:
         may_have_drafts = decoding and most > 0 and budget.attention_work > 0
         times = self._times.times(num_rows, most) if may_have_drafts else []
         usable = [request for request in decoding if self._can_have_drafts(plan, request)]
-        proposals, others = self._proposals.of(usable, len(decoding), times)
+        proposals, others = self._proposals.select(usable, len(decoding), times)
         # If all requests need their tokens on the host, no step could have been planned asynchronously instead.
         may_pay = was_worth_waiting or all(request.needs_token_on_host for request in decoding)
         chosen = self._chosen(proposals, decoding, times, plan, may_pay=may_pay)
@@ -282,7 +282,7 @@ class Speculation:
             if length and pays:
                 chosen.append((request, drafts[:length]))
             else:
-                self._proposals.note(request, drafts)
+                self._proposals.record_untried(request, drafts)
         return chosen
 
     def _add(self, plan: SchedulerOutput, budget: StepBudget, request: Request, drafts: list[int]) -> int:

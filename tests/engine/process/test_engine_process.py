@@ -112,9 +112,9 @@ if {loads}:
     print(transport._process.popen.pid, flush=True)
 else:
     engine = started("flooding", max_restarts=1, limits={{"spare_delay": 0}})
-    while engine._transport._processes._spawner.spare is None:
+    while engine._transport._restartable._spawner.spare is None:
         time.sleep(0.01)
-    print(pid_of(engine), engine._transport._processes._spawner.spare.popen.pid, flush=True)
+    print(pid_of(engine), engine._transport._restartable._spawner.spare.popen.pid, flush=True)
 time.sleep(600)
 """
 

@@ -15,7 +15,7 @@ from metal_engine.engine.process import wire
 from metal_engine.engine.process.channel import MAX_MESSAGE_BYTES
 from metal_engine.engine.process.packed_images import packed_inputs, unpacked_inputs
 from metal_engine.engine.process.packed_requests import packed_request, unpacked_request
-from metal_engine.engine.process.remote import Calls
+from metal_engine.engine.process.remote import EngineCalls
 from metal_engine.engine.process.remote_images import RemoteImages
 from metal_engine.media.limits import MAX_INPUT_BYTES
 from metal_engine.prompt_images import AxesPositions, PromptImage, PromptImages
@@ -85,7 +85,7 @@ def test_the_next_turn_sends_only_images_that_the_process_no_longer_has() -> Non
     sent: list[Any] = []
     images = some_images().images
     room = max(sum(array.nbytes for array in image.inputs.values()) for image in images)
-    remote = RemoteImages(Calls(sent.append, threading.RLock()), max_recent_bytes=room)
+    remote = RemoteImages(EngineCalls(sent.append, threading.RLock()), max_recent_bytes=room)
     keys = []
     for turn in (images, images[:1], images[:1], images[1:]):
         remote.inputs_of(PromptImages(turn))
@@ -98,7 +98,7 @@ def test_requests_share_the_inputs_of_equal_images_until_the_last_has_ended() ->
     """Each message has one image, so that many images of a request do not exceed the size of a message."""
     assert MAX_INPUT_BYTES < MAX_MESSAGE_BYTES
     sent: list[Any] = []
-    calls = Calls(sent.append, threading.RLock())
+    calls = EngineCalls(sent.append, threading.RLock())
     remote, images = RemoteImages(calls, max_recent_bytes=0), some_images()
     held = [remote.inputs_of(images) for _ in range(3)]
     assert [message.key for message in sent] == [0, 1] and [one.key for one in held[2]] == [0, 1]

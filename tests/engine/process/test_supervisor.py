@@ -213,7 +213,7 @@ def test_the_spare_process_is_next() -> None:
 
     def spare() -> EngineProcess:
         transport: Any = engine._transport
-        spawner = transport._processes._spawner
+        spawner = transport._restartable._spawner
         wait_until(lambda: spawner.spare is not None, "the spare process")
         found: EngineProcess = spawner.spare
         return found
@@ -303,7 +303,7 @@ def test_a_fault_of_the_supervisor_ends_the_engine(monkeypatch: pytest.MonkeyPat
 
     try:
         transport: Any = engine._transport
-        monkeypatch.setattr(transport._processes, "may_restart", fail)
+        monkeypatch.setattr(transport._restartable, "may_restart", fail)
         end = asyncio.run(run())
         problem = "the engine has stopped: it cannot be kept alive: ZeroDivisionError: a fault"
         assert end.finish_reason == "error" and end.error == problem and str(engine.error) == problem

@@ -34,7 +34,7 @@ def parts(
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_each_family_passes(name: str) -> None:
     paged, encoder, language_model = parts(CONFIGS[name])
-    paged.see(encoder)
+    paged.add_image_encoder(encoder)
     assert check_images(paged, encoder, language_model) < 1e-4
 
 
@@ -48,7 +48,7 @@ def test_a_quantized_text_model(name: str) -> None:
     paged, encoder, language_model = parts(
         CONFIGS[name], lambda text: nn.quantize(text, 32, 8, class_predicate=divides)
     )
-    paged.see(encoder)
+    paged.add_image_encoder(encoder)
     assert check_images(paged, encoder, language_model) < 1e-4
 
 
@@ -61,7 +61,7 @@ def test_quantized_keys_and_values() -> None:
     language_model = encoder.take_language_model()
     spread_weights(encoder.model)
     paged = PagedModel(text, kv_cache_dtype="int8")
-    paged.see(encoder)
+    paged.add_image_encoder(encoder)
     assert check_images(paged, encoder, language_model) < 1e-4
 
 
@@ -82,7 +82,7 @@ def test_mistakes(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutant == "rows":
         step_images = merging.StepImages
         monkeypatch.setattr(check, "StepImages", lambda rows, *rest: step_images(rows * 0, *rest))
-    paged.see(encoder)
+    paged.add_image_encoder(encoder)
     with pytest.raises(UnsupportedModelError, match="are off from mlx-vlm's"):
         check_images(paged, encoder, language_model)
 
@@ -91,4 +91,4 @@ def test_axes_that_do_not_fit() -> None:
     paged, encoder, _ = parts(QWEN3_VL)
     encoder.axes = Axes((4, 4, 4), interleaved=True)
     with pytest.raises(UnsupportedModelError, match="rotary embeddings"):
-        paged.see(encoder)
+        paged.add_image_encoder(encoder)

@@ -196,7 +196,7 @@ def parts_of(config: dict[str, Any], *, is_quantized: bool = False) -> tuple[Pag
     language_model = encoder.take_language_model()
     spread_weights(encoder.model)
     paged = PagedModel(text)
-    paged.see(encoder)
+    paged.add_image_encoder(encoder)
     return paged, encoder, language_model
 
 

@@ -88,7 +88,7 @@ def test_sizes_that_are_much_the_same_are_one(times: StepTimes, clock: Clock) ->
     assert times.times(32, 0) == [1.0]
 
 
-def test_a_step_that_was_held_up_changes_little(times: StepTimes, clock: Clock) -> None:
+def test_a_step_that_was_delayed_changes_little(times: StepTimes, clock: Clock) -> None:
     measure(times, clock, 1, 1.0, repeat=5)
     measure(times, clock, 1, 60.0, repeat=1)
     assert times.times(1, 0)[0] < 1.15

@@ -6,7 +6,7 @@ import pytest
 
 from metal_engine.request import Request
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.speculation.draft_model import HeadCosts, HeadProposer
+from metal_engine.scheduling.speculation.computed_drafts import HeadCosts, HeadProposer
 from metal_engine.scheduling.speculation.proposals import Proposals, make_costs, make_proposer
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting
@@ -75,7 +75,7 @@ def test_lookups_are_proposed_though_the_head_does_not_pay() -> None:
         request.num_output_placeholders = 1
         proposals = Proposals(CONFIG, proposer, costs)
         proposals.begin_step()
-        drafts, others = proposals.of([request], 1, times)
+        drafts, others = proposals.select([request], 1, times)
         assert drafts == ({} if proposed is None else {request: proposed}) and others == (
             [request] if not drafts else []
         )

@@ -10,7 +10,7 @@ import pytest
 
 from metal_engine.request import Request, RequestOptions
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.recurrent_checkpoints import RequestStates
+from metal_engine.scheduling.request_states import RequestStates
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_lengths import StepTimes
 from metal_engine.scheduling.speculation.speculation import Speculation

@@ -75,7 +75,7 @@ def test_a_step_ahead_holds_nobody_up_any_more() -> None:
         harness.step()
     speculation.suspend_drafts("a")
     harness.step()
-    assert set(kinds_of(harness)[2:]) == {"plain"} and not speculation._proposals._held_up
+    assert set(kinds_of(harness)[2:]) == {"plain"} and not speculation._proposals._suspended
     harness.drain()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Container
 
 from metal_engine.request import Request
 from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
+from metal_engine.scheduling.speculation.draft_lengths import averaged
 from metal_engine.scheduling.speculation.ngram import NgramProposer, PredictedTextProposer
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
@@ -16,10 +17,9 @@ from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 # Maximum number of steps over which the time to catch up with a request is spread, because a request may end long
 # before ``max_tokens``.
 _CATCHING_UP_STEPS = 128
-# Weight of a new measurement, and limit on a measurement relative to the known value, because other load may have
-# delayed a longer measurement.
+# Weight of a new measurement, and its maximum ratio to the average (:func:`averaged`).
 _WEIGHT = 0.25
-_HELD_UP = 1.5
+_MAX_RATIO = 1.5
 # Initial estimate of the acceptance of a draft head's drafts. A high estimate would cost time if drafts are rejected.
 # A few accepted drafts are enough to raise a low estimate.
 _HEAD_GUESS = 0.3
@@ -62,7 +62,7 @@ class _Seconds:
     def measured(self, seconds: float) -> None:
         seconds = max(seconds, 1e-12)
         if self.known:
-            self.known += _WEIGHT * (min(seconds, _HELD_UP * self.known) - self.known)
+            self.known = averaged(self.known, seconds, _WEIGHT, _MAX_RATIO)
         elif self.first:
             self.known = min(self.first, seconds)
         else:

@@ -151,7 +151,7 @@ class RequestStates:
         is_here = self.slots.has_checkpoint(block_hash)
         # Mark the hit before taking a slot, so that another checkpoint is evicted if possible. ``read`` and
         # ``slot`` may be the same slot: a step reads before it writes.
-        read = self.slots.hit(block_hash) if is_here else 0
+        read = self.slots.resume_from(block_hash) if is_here else 0
         self._read.add(read)
         if is_here and request.options.do_remote_decode:
             self._save(read, block_hash)  # another engine waits for the state
@@ -178,7 +178,7 @@ class RequestStates:
             ends.append(min(request.num_instruction_tokens, request.num_tokens - 1))
         return tuple({end - end % self._block_size for end in ends})
 
-    def want(self, request: Request, position: int) -> None:
+    def request_checkpoint(self, request: Request, position: int) -> None:
         """Request a state checkpoint at ``position``, because another request waits for this prefix."""
         held = self._held.get(request.request_id)
         if held is not None and self._keeps_checkpoints and not held.is_prompt_scheduled_whole:
@@ -199,7 +199,7 @@ class RequestStates:
         interval_end = num_computed - num_computed % interval + interval
         return min([interval_end, *(stop for stop in stops if stop > num_computed)]) - num_computed
 
-    def take_at_once(self, request: Request, num_computed: int) -> int:
+    def plan_whole_prompt(self, request: Request, num_computed: int) -> int:
         """Plan a whole prompt, because no prefill slot is free. Return how many tokens to compute in this step.
 
         These are the tokens up to the prompt's last state checkpoint. The few tokens after the checkpoint follow in the
@@ -214,7 +214,7 @@ class RequestStates:
         return (last if num_computed < last < request.num_tokens else request.num_tokens) - num_computed
 
     def is_prompt_scheduled_whole(self, request: Request) -> bool:
-        """Return True if :meth:`take_at_once` has planned the prompt, which then occupies no prefill slot."""
+        """Return True if :meth:`plan_whole_prompt` has planned the prompt, which then occupies no prefill slot."""
         held = self._held.get(request.request_id)
         return held is not None and held.is_prompt_scheduled_whole
 

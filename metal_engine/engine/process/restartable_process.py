@@ -20,8 +20,8 @@ from metal_engine.settings.config import EngineConfig
 logger = logging.getLogger(__name__)
 
 
-class EngineProcesses:
-    """The current process of an engine. A process that hangs is killed.
+class RestartableProcess:
+    """The process of an engine, which another one replaces if it ends. A process that hangs is killed.
 
     One thread calls all methods except :meth:`stop` and :meth:`kill`.
 
@@ -85,7 +85,7 @@ class EngineProcesses:
             self._spare_time = time.monotonic() + self._limits.spare_delay
         return ready
 
-    def follow(self, before: SchedulerStats, now: SchedulerStats, *, has_requests: bool) -> None:
+    def record_stats(self, before: SchedulerStats, now: SchedulerStats, *, has_requests: bool) -> None:
         """Record the numbers of the engine. If it has requests, only a new plan is progress."""
         if now.num_plans != before.num_plans or not has_requests:
             self._monitor.progressed()

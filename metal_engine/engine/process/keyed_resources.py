@@ -39,14 +39,14 @@ _NUM_RETRIES = 3
 
 
 @dataclass(frozen=True)
-class _LentGrammar:
+class _KeyedGrammar:
     """Grammar that the server has not released. ``made`` is its future."""
 
     made: Future[Grammar]
     released: threading.Event
 
 
-class LentResources:
+class KeyedResources:
     """Resources that the server has requested and not released. Each has a key that the server has chosen.
 
     Args:
@@ -61,7 +61,7 @@ class LentResources:
         self._thread = thread
         self._built = built
         self._send = send
-        self._grammars: dict[int, _LentGrammar] = {}
+        self._grammars: dict[int, _KeyedGrammar] = {}
         self._adapters: dict[int, Future[Adapter]] = {}
         self._image_inputs: dict[int, InputArrays] = {}
         self._grammar_calls = ThreadPoolExecutor(_MAX_GRAMMARS, thread_name_prefix="engine-grammars")
@@ -112,7 +112,7 @@ class LentResources:
                     return make_once()
             return make_once()
 
-        lent = _LentGrammar(Future(), threading.Event())
+        lent = _KeyedGrammar(Future(), threading.Event())
         if message.structured is None:  # needs no compilation that the server waits for
             try:
                 lent.made.set_result(make())
@@ -121,7 +121,7 @@ class LentResources:
         else:
             context = contextvars.copy_context()
             context.run(caller_disconnected.set, lent.released)
-            lent = _LentGrammar(self._grammar_calls.submit(context.run, make), lent.released)
+            lent = _KeyedGrammar(self._grammar_calls.submit(context.run, make), lent.released)
         self._grammars[message.call] = lent
         lent.made.add_done_callback(partial(self._answer, message.call))
 

@@ -16,9 +16,9 @@ from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
+from metal_engine.scheduling.speculation.computed_drafts import DraftCosts
 from metal_engine.scheduling.speculation.draft_gain import DraftGain
 from metal_engine.scheduling.speculation.draft_lengths import MIN_GAIN, StepTimes, choose_lengths, least_gain
-from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.scheduling.token_allotment import StepBudget

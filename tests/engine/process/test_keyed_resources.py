@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from metal_engine.engine.process import wire
-from metal_engine.engine.process.lent_resources import LentResources
+from metal_engine.engine.process.keyed_resources import KeyedResources
 from metal_engine.engine.process.packed_requests import packed_grammar
 from metal_engine.errors import ParameterError
 from metal_engine.grammars.compiler import GrammarRefusedError
@@ -40,6 +40,6 @@ def test_a_grammar_that_an_earlier_process_has_made_is_tried_again(
     thread: Any = SimpleNamespace(error=None)
     sent: queue.Queue[Any] = queue.Queue()
     message = wire.MakeGrammar(7, *packed_grammar(StructuredOutputsParams(regex="[0-9]"), None), b"", was_made)
-    LentResources(thread, lambda: built, sent.put).make_grammar(message)
+    KeyedResources(thread, lambda: built, sent.put).make_grammar(message)
     reply = sent.get(timeout=60)
     assert reply.call == 7 and (reply.error is None) is is_made and len(calls) == num_calls
