@@ -1,4 +1,4 @@
-"""The control plane never loads MLX, so it can be imported and tested without MLX."""
+"""Importing the control plane does not load MLX, so it can be tested without MLX."""
 
 from __future__ import annotations
 

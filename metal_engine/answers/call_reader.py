@@ -80,13 +80,15 @@ class CallReader:
         return deltas
 
     def read_to_end(self, before: str, body: str, end: str, *, complete: bool, truncated: bool) -> list[AnswerDelta]:
-        """Return the remaining deltas of a call that has ended. If it is not a call, return its whole text as content.
+        """Return the remaining deltas of a call that has ended. If the text is not a call, return it as content.
+
+        If ``truncated`` is True and the call's arguments are already streamed, the rest of the text is dropped instead.
 
         Args:
             before: text before the body that belongs to the call: white space, and the opening mark.
             body: text of the call between its marks.
             end: closing mark of the call.
-            complete: True if the text can be a call, because it was not cut off.
+            complete: True to parse the text as a call. False if the output was cut off before the closing mark.
             truncated: True if the output was cut off.
         """
         deltas = self.read_more(body)

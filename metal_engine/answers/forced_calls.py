@@ -70,6 +70,13 @@ def tool_parameters(i: int, tool: dict[str, Any]) -> Schema:
 
     A tool without parameters has no arguments. With ``strict``, objects are closed. If ``strict`` is false, they are
     marked as open.
+
+    Args:
+        i: index of the tool in the request, for messages.
+        tool: tool in OpenAI's form.
+
+    Raises:
+        ParameterError: the parameters are not the schema of an object, or cannot be closed or opened.
     """
     schema: Schema | None = tool["function"].get("parameters")
     if not schema:

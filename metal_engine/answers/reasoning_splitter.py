@@ -51,7 +51,10 @@ class ReasoningSplitter(Splitter):
             self._state = "content"
 
     def _take_reasoning(self) -> list[AnswerDelta]:
-        """Return new reasoning. Hold back an end that may be part of the mark, or of white space before it."""
+        """Return the reasoning received since the last call. Change the state to ``content`` after the closing mark.
+
+        Without a closing mark, keep a suffix that may begin the mark, and the white space before that suffix.
+        """
         at = self._text.find(self._marks.end)
         if at >= 0:
             rest = self._text[at + len(self._marks.end) :]

@@ -49,7 +49,10 @@ class ContentGaps:
         self._gap = self._gap or space
 
     def before(self, text: str) -> str:
-        """Return the next content with the gap before it. Content does not begin with a gap."""
+        """Return ``text``, the next content, with the recorded white space before it.
+
+        The white space is dropped before the first content, and if ``text`` begins with white space.
+        """
         gap, self._gap = self._gap, ""
         if not self._has_content or text[:1].isspace():
             gap = ""

@@ -114,8 +114,8 @@ class Tile:
         packed: packed row of each row, [T * R].
         own_positions: position of each row, [T, R].
         num_keys: S.
-        is_group: True for several requests with few rows each, or one such request. The rows of any such tile are
-            computed as if each row were alone.
+        is_group: True for a tile of one or more requests with few rows each, such as decodes. Backends then compute
+            each row as if it were the only row of the step.
     """
 
     packed: np.ndarray

@@ -103,7 +103,11 @@ async def find_model(args: BenchServeArgs) -> str:
 async def measure(
     args: BenchServeArgs, model: str, requests: Sequence[BenchRequest]
 ) -> tuple[Summary, list[RequestRecord]]:
-    """Send all requests at their arrival times. Return the summary, and the records in the order of the requests."""
+    """Warm up the server, then send all requests at their arrival times, at most ``max_concurrency`` at once.
+
+    Returns:
+        The summary, and the records in the order of the requests.
+    """
     due = arrival_times(len(requests), args.request_rate, args.burstiness, args.seed)
     slots = asyncio.Semaphore(args.max_concurrency or len(requests))
     async with BenchClient(args, model) as client, open_session(args) as session:

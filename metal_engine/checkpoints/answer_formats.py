@@ -217,7 +217,11 @@ def _own_parser_name(tokenizer: PreTrainedTokenizerFast) -> str | None:
 
 
 def _reasoning_marks(tokenizer: PreTrainedTokenizerFast, wanted: str) -> tuple[str, str] | None:
-    """Return the marks around reasoning; None if the model does not reason, or for ``none``."""
+    """Return the opening and the closing mark of reasoning; None if there is none.
+
+    Args:
+        wanted: value of ``--reasoning-parser``. ``auto``: the tokenizer decides. ``none``: there are no marks.
+    """
     if wanted == "none":
         return None
     if wanted != "auto":

@@ -95,9 +95,10 @@ class HeadNames:
     """Names of a head's weights in its files.
 
     Attributes:
-        parts: published names by the names here, for weights outside the blocks.
-        blocks: for each block in order, published names by the names within the block.
-        copies: published names of repeated weights, by names that begin with ``embed_tokens`` or ``lm_head``.
+        parts: name in the engine -> name in the files, for weights outside the blocks.
+        blocks: for each block in order, name within the block -> name in the files.
+        copies: the same for weights that repeat the model's. The engine's names begin with ``embed_tokens`` or
+            ``lm_head``.
         hidden_first: True if the projection reads the hidden state before the embedding.
     """
 

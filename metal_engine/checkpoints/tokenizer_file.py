@@ -188,7 +188,10 @@ def _step_growth(section: str, rule: dict[str, Any]) -> float:
 
 
 def _table_texts(encoded: str) -> list[str]:
-    """Return the texts in a table of characters, or none if the library will refuse the table."""
+    """Return the replacement texts in a base64-encoded table of characters.
+
+    Returns an empty list if ``encoded`` is not base64: the tokenizers library refuses such a table.
+    """
     try:
         table = base64.b64decode(encoded)
     except ValueError:

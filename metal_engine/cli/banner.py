@@ -143,7 +143,7 @@ def _images(config: EngineConfig) -> str:
 
 
 def _ranks(ranks: tuple[RankInfo, ...]) -> str:
-    """Describe the ranks. All other facts are maxima over the ranks."""
+    """Describe the layers and the memory of each rank. The banner's other sizes are maxima over the ranks."""
     each = [
         f"{i} on {one.host}: {one.num_layers} layers, weights {format_size(one.weight_bytes)} "
         f"(at most {format_size(one.peak_bytes)} to read them)"

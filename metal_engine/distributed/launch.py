@@ -114,7 +114,10 @@ class LocalRanks:
         return [Watched(f"rank {rank} ({LOOPBACK})", process.pid, end) for rank, (process, end) in both]
 
     def stop(self) -> None:
-        """Terminate the ranks that have not joined. Joined ranks ignore the signal and end on rank 0's request."""
+        """Terminate the ranks that have not joined. Joined ranks ignore the signal and end on rank 0's request.
+
+        Kills the ranks that remain after ``_OWN_END_SECONDS``.
+        """
         for process in self.processes:
             process.terminate()
         self.kill_left()

@@ -24,7 +24,7 @@ class Promise:
     Attributes:
         value: promised value, in the figure's unit.
         at_most: True if smaller figures are better, False if larger figures are better.
-        slack: largest deviation of a figure that is as promised, as a fraction of ``value``.
+        slack: maximum deviation from ``value`` that still counts as promised, as a fraction of ``value``.
         is_required: True if the report fails when the figure is worse, because results are wrong. Other promises
             concern speed and memory.
         flag: flag or setting that helps if the figure is worse; empty if there is none.

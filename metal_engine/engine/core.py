@@ -123,13 +123,14 @@ class EngineCore:
         self.metrics.arrived(request, arrival_time)
 
     def end_request(self, request_id: str, status: RequestStatus, num_output_tokens: int | None = None) -> None:
-        """End a request for its client, and free its blocks.
+        """End a request, and free its blocks. Unknown ids are ignored.
 
-        The client aborts the request, or has found its end in the text. A request with stop strings has ended in the
-        metrics only after this call. Unknown ids are ignored.
+        Called if the client has aborted the request, found a stop string, or failed to decode the tokens. A request
+        with stop strings ends in the metrics only with this call, because the engine does not see the text.
 
         Args:
-            num_output_tokens: number of tokens up to the end. Default: all tokens.
+            status: final status, with a finish reason.
+            num_output_tokens: number of output tokens up to the stop string. Default: all tokens.
         """
         assert status.finish_reason is not None
         self.metrics.finished(request_id, status.finish_reason, num_output_tokens)

@@ -26,9 +26,9 @@ class DeviceAccess:
         return device if self.memory_bytes is None else replace(device, memory_bytes=self.memory_bytes)
 
     def unlimited(self, device: DeviceInfo) -> DeviceInfo:
-        """Return the device for checks of a model, with practically unlimited memory if there are several models.
+        """Return the device for the checks of a model. With several models, its memory is practically unlimited.
 
-        Memory that other models hold may be freed, so only claims check the memory.
+        Other models can be unloaded, so :meth:`check_fits` and :meth:`claim` check the memory instead.
         """
         return device if self.memory_bytes is None else replace(device, memory_bytes=_ANY_BYTES)
 

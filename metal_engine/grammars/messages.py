@@ -74,7 +74,11 @@ def unpack_step(message: bytes) -> tuple[int, list[int], list[int], bool]:
 
 
 def pack_end(num_tokens: int) -> bytes:
-    """Return the answer for a segment that ended with the first ``num_tokens`` tokens of the request."""
+    """Return the answer for a segment that has ended. Inverse: :func:`unpack_end`.
+
+    Args:
+        num_tokens: number of leading tokens of the :func:`pack_step` message that belong to the segment.
+    """
     return END + LENGTH.pack(num_tokens)
 
 

@@ -124,7 +124,11 @@ class Document:
 
     @staticmethod
     def pointer_of(schema: Schema) -> str:
-        """Return the target of the ``$ref`` of a schema."""
+        """Return the ``$ref`` of a schema: ``#``, or a JSON pointer that begins with ``#/``. Does not resolve it.
+
+        Raises:
+            NotUnderstoodError: the reference has another form, such as a reference to another document.
+        """
         reference = schema["$ref"]
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise NotUnderstoodError

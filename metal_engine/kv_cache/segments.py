@@ -49,7 +49,14 @@ class SegmentGroup:
         return self.reads[0] == ZERO_STATE_SLOT
 
     def take(self, x: mx.array, axis: int = 1) -> mx.array:
-        """Select the group's rows of ``x`` [N, ..., 1 at ``axis``, ...], as [b, ..., s at ``axis``, ...]."""
+        """Return the group's rows of packed rows as a batch.
+
+        Args:
+            x: packed rows, [N, ..., 1, ...]. The dimension of size 1 is ``axis``.
+
+        Returns:
+            Rows [b, ..., s, ...]. The dimension of size s is ``axis``.
+        """
         x = x[self.rows]
         return x if self.length == 1 else x.swapaxes(0, axis)
 

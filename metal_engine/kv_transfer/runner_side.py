@@ -71,7 +71,7 @@ class StepSaves:
     Attributes:
         hashes: hashes of the blocks.
         state_hashes: for each state, the hash of the block that it follows.
-        arrays: part name -> [S, bytes of the part] uint8, evaluated with the step.
+        arrays: part name -> [number of blocks or of states, bytes of the part] uint8, evaluated with the step.
     """
 
     hashes: list[bytes]

@@ -220,7 +220,10 @@ class KVTransfer:
         return self._save_queue.flush(timeout)
 
     def close(self) -> None:
-        """Write the queued blocks within the configured time, then stop the threads."""
+        """Write the queued blocks within ``save_on_close`` seconds, stop the threads, and close the store.
+
+        The store stays open, with a warning, if a thread still waits for it.
+        """
         has_saved = self._save_queue.close(self.config.save_on_close)
         with self._condition:
             self._closed = True

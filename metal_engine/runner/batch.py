@@ -328,6 +328,8 @@ class RequestTable:
     def pack(self, plan: SchedulerOutput) -> PackedBatch:
         """Pack the tokens of a plan that :meth:`update` has processed, in the plan's order.
 
+        Records these tokens as computed, so call it once for each plan.
+
         Raises:
             ValueError: the plan contradicts the table, or computes a token that no step has sampled or is sampling.
             KeyError: the plan has a request that the table lacks.

@@ -246,10 +246,11 @@ class HeadDrafter:
 
 
 class FollowedByHead:
-    """The head's part of a step of its model.
+    """Part of a model's step that the draft head computes: arrays to evaluate, and an update after the step.
 
     Args:
         drafter: drafter that carries the step's outputs after :meth:`finish`.
+        step: step of the model.
         num_new_traces: number of traces whose first forward is in this step.
         output: the head's output at the rows that sample, [R, hidden_size]; None if it is not computed.
         written: array that is computed after the head's writes; None if ``output`` is computed.

@@ -215,7 +215,11 @@ class Scheduler:
             prefills.spread()
 
     def _next_candidate(self, prefills: PrefillAllocator) -> Candidate | None:
-        """Return the request to admit next, or None if the step's budget or ``max_num_seqs`` does not allow any."""
+        """Return the request to admit next, or None if no request can be admitted now.
+
+        Reasons are the step's budget, ``max_num_seqs``, an empty or blocked queue (:meth:`Admissions.next`), or no room
+        for the features of the request's next image.
+        """
         if prefills.step.tokens <= 0 or len(self.running) >= self.config.max_num_seqs:
             return None
         candidate = self.admissions.next(prefills, self.running)

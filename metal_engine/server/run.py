@@ -115,7 +115,10 @@ class Server(uvicorn.server.Server):
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     async def startup(self, sockets: Any = None) -> None:
-        """Start to accept connections. Replaces uvicorn's own method, which accepts any number."""
+        """Start to accept connections, up to a limit, and start the background tasks.
+
+        Replaces uvicorn's own method, which does not limit the number of connections.
+        """
         if self._prepare is not None:
             await self._prepare()
         self._loop = asyncio.get_running_loop()

@@ -177,7 +177,10 @@ def plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types, because other objects could have methods that the sandbox does not check."""
+    """Convert a value to JSON types, because other objects could have methods that the sandbox does not check.
+
+    Tuples stay tuples. A value of an unsupported type becomes the text ``<TypeName>``.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

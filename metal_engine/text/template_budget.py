@@ -109,5 +109,5 @@ def spending(budget: Budget) -> Iterator[None]:
 
 
 def current_budget() -> Budget:
-    """Return the budget of the current rendering in this thread."""
+    """Return the budget of the current rendering in this thread. Raises LookupError outside of :func:`spending`."""
     return _budget.get()

@@ -34,7 +34,7 @@ def splitter(name: str, tools: list[dict], *, incremental: bool = False) -> Spli
 
 
 def closers(name: str) -> list[str]:
-    """Return the texts that end values and calls in a format."""
+    """Return a list with the text that ends a value in a format."""
     syntax = format_of(name).syntax
     return [getattr(syntax, "value_end", getattr(syntax, "quote", '"'))]
 

@@ -157,7 +157,10 @@ def test_a_name_that_is_not_visible_is_not_printed(path: Path, name: str) -> Non
 
 
 def test_a_server_without_keys(path: Path) -> None:
-    """Tools need a key anyway. A note reports a context length that is too short for a tool's first prompt."""
+    """Tools refuse to run without a key, so they get a placeholder.
+
+    A note reports a context length that is too short for a tool's first prompt.
+    """
     with serve() as served:
         result = run("claude", "--url", served.url)
         variables = dict(

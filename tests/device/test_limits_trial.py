@@ -30,7 +30,7 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def killed() -> None:
-    """End a process within its largest step."""
+    """Start a process that dies in ``trying_limits``, as in a model's largest step, and wait for its end."""
     if (child := os.fork()) == 0:
         with trying_limits():
             os._exit(1)

@@ -35,7 +35,7 @@ UNEVEN_PIPELINE = RankCase(architecture="qwen3_next", parallel="pipeline", reque
 
 
 def divided() -> list[RankCase]:
-    """Return a case for each architecture and each kind of sharding that mlx-lm supports."""
+    """Return a case for each architecture and kind of sharding in mlx-lm, and two cases of an uneven pipeline."""
     cases = []
     for name in SUPPORTED:
         config = configuration(name)

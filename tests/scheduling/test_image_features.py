@@ -232,7 +232,10 @@ def test_prompts_with_images_share_a_step(budget: int, expected: list[dict[str, 
 
 
 def test_an_aligned_chunk_within_an_equal_part_below_a_block() -> None:
-    """The last tokens of the prompts are charged as whole blocks, for which the budget has no room."""
+    """Each of two prompts of 5 tokens gets a block of 4 tokens, and 3 tokens of the budget remain.
+
+    A last token is charged as a whole block, so neither prompt gets it.
+    """
     config = SchedulerConfig(
         max_num_batched_tokens=11,
         max_num_seqs=2,

@@ -18,7 +18,7 @@ THINK = ReasoningMarks("<think>", "</think>")
 
 @cache
 def answer_format(name: str) -> AnswerFormat:
-    """Return mlx-lm's tool call format of this name, with reasoning between ``<think>`` and ``</think>``."""
+    """Return the tool call format of this name, with reasoning between ``<think>`` and ``</think>``."""
     return find_answer_format(tiny_tokenizer().hf_tokenizer, name, "think")
 
 

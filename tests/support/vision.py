@@ -312,7 +312,10 @@ def merged(parts: list[RequestOutput]) -> RequestOutput:
 
 
 def gap(output: RequestOutput, expected: Golden) -> float:
-    """Return the largest difference of a log probability while the tokens agree; infinite if a token differs."""
+    """Return the largest difference of a log probability, of sampled and alternative tokens.
+
+    Infinite if the outputs have different tokens.
+    """
     assert output.logprobs is not None and len(output.token_ids) == len(output.logprobs)
     if output.token_ids != expected.token_ids:
         return float("inf")

@@ -110,7 +110,7 @@ def test_few_words_are_remembered() -> None:
 
 
 def test_special_tokens_of_grammars() -> None:
-    """llguidance treats the same tokens as special, besides the byte that it uses as a mark."""
+    """``special_token_texts`` has the tokens that llguidance treats as special, except the byte of its own mark."""
     hf: Any = tiny_tokenizer().hf_tokenizer
     plain = ["<think>", "</think>", "<|tool_call>", "[THINK]", "<a", "b>", "<>", "->"]
     hf.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])

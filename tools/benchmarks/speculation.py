@@ -107,7 +107,7 @@ class Run:
 
     @property
     def token_seconds(self) -> float:
-        """Time per token in pure decode steps."""
+        """Time per token in pure decode steps, in seconds."""
         return sum(seconds for _, seconds, _ in self.steps) / sum(tokens for _, _, tokens in self.steps)
 
     @property

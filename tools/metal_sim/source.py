@@ -6,7 +6,9 @@ Only constructs that C++ for OpenCL lacks are rewritten:
 - functional casts and constructors of vector types (``float4(...)`` is a macro in the headers; ``vec<T, 4>(...)``
   and ``static_cast<float4>(...)`` become calls of the same function here);
 - ``thread`` after a parameter list (the compiler has no temporaries in an address space of their own);
-- function constants, which get their values.
+- function constants, which get their values;
+- types such as ``atomic_uint``, because OpenCL has global types of the same names;
+- the ``[[kernel]]`` attribute. Other kernels of the text are dropped.
 """
 
 from __future__ import annotations

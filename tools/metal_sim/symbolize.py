@@ -32,9 +32,6 @@ def place_of(library: Path, offset: int) -> Place | None:
 
 
 def _short(file: str) -> str:
-    """Strip directories from names set by #line.
-
-    They are not paths, but debug information puts a directory before them.
-    """
+    """Return a name that ``#line`` has set without the directory that debug information adds. Paths stay unchanged."""
     base = file.rsplit("/", 1)[-1]
     return base if base.endswith((":source", ":header", ":generated")) else file

@@ -41,7 +41,11 @@ def _ask(request: dict[str, Any]) -> str:
 
 
 def generated_source(request: dict[str, Any]) -> tuple[str, str, list[str]]:
-    """Return (source text, kernel name, template arguments) for a request in trace_child.py's format."""
+    """Return (source text, kernel name, template arguments) for a request in trace_child.py's format.
+
+    Raises:
+        ToolchainError: MLX refuses the kernel, or the child process has died.
+    """
     text, name, arguments = _generated_source(json.dumps(request, sort_keys=True))
     return text, name, list(arguments)
 

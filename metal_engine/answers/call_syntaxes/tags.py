@@ -39,13 +39,13 @@ class TagSyntax:
         argument_end: rest of the closing tag.
         call_end: closing tag of a call.
         end: mark that ends the calls.
-        without: texts that a string does not contain.
-        hidden: beginning of strings that the reader decodes.
+        without: texts that a string value cannot contain.
+        hidden: prefix of string values that the reader decodes, such as ``<![CDATA[``; empty if there are none.
         several: True if one mark may begin several calls.
         bare: True if a call may begin with its opening tag, without the mark.
         pad: text that may precede and follow each value.
         python: True if the format also writes ``True``, ``False`` and ``None``.
-        untyped: JSON types of values whose schema allows every type.
+        untyped: JSON types that the grammar allows for a value if its schema allows every type.
     """
 
     mark: str

@@ -291,7 +291,8 @@ class MetalBackend:
 
         Args:
             has_images: True if rows of images attend to later rows.
-            is_selected: True for attention to selected keys. Nothing is staged, because only direct items look up keys.
+            is_selected: True for attention to selected keys. All work items are then direct items
+                (:mod:`metal_engine.attention.metal.variants`), because staged items do not support selected keys.
 
         Raises:
             UnsupportedAttentionError: the kernel does not support the shape.

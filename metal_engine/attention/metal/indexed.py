@@ -214,7 +214,7 @@ class IndexKernels:
 
 @dataclass(frozen=True)
 class _ListItems:
-    """Work items of a tile's lists, on the device."""
+    """Work items of one tile, on the device. A list holds the keys that one row has selected."""
 
     items: WorkItems
     table: mx.array

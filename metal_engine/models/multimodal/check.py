@@ -76,7 +76,7 @@ def check_images(paged: PagedModel, encoder: MlxVlmEncoder, language_model: nn.M
 def share_text_weights(language_model: nn.Module, model: nn.Module) -> None:
     """Give mlx-vlm's language model the arrays of mlx-lm's model.
 
-    Only the matrices that mlx-lm has in another form are copied: keys and values from latents (MLA).
+    Copies only the matrices that compute keys and values from latents (MLA): mlx-lm stores them in another form.
 
     Args:
         language_model: mlx-vlm's model, with weights that are not computed yet.

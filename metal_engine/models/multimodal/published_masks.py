@@ -44,7 +44,7 @@ def published_masks(language_model: nn.Module, images: Sequence[PromptImage]) ->
 
 
 def _mask(num_tokens: int, images: Sequence[PromptImage], window: int | None) -> mx.array:
-    """Return the keys that each token of a prompt sees, [T, T]."""
+    """Return a prompt's attention mask, [T, T] bool: True if the row's token attends to the column's token."""
     query, key = np.arange(num_tokens)[:, None], np.arange(num_tokens)
     seen = key <= query
     for image in images:

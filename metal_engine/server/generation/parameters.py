@@ -73,7 +73,7 @@ class ParameterPolicy:
         self._lock = threading.Lock()
 
     def check(self, body: RequestModel) -> None:
-        """Check every parameter that is not implemented.
+        """Check every parameter that is not implemented, and count the unknown parameters.
 
         Raises:
             APIError: status 400, naming a parameter that would change the output or, in strict mode, is unknown.

@@ -43,7 +43,7 @@ async def _vectors(
 ) -> tuple[list[bytes], int]:
     """Return the vectors as JSON, and the number of tokens.
 
-    Empty inputs have no vectors. Clients send them only to load a model.
+    An empty list and a single empty text have no vectors. Clients send them only to load a model.
     """
     if inputs in ([], [""]):
         return [], 0

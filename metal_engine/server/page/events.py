@@ -26,7 +26,11 @@ def event(name: str, data: dict[str, Any]) -> bytes:
 
 
 def snapshot(engine: AsyncEngine, names: Sequence[str], requests: Sequence[SeenRequest]) -> dict[str, Any]:
-    """Return the fields of a stream's first event: the model and its limits, and the current requests."""
+    """Return the fields of a stream's first event.
+
+    These are the model, the device, sizes of memory in bytes, the limits, the KV pool, the current requests and the
+    statistics.
+    """
     config = engine.config
     model, cache, limits = config.model, config.cache, config.scheduler
     return {

@@ -199,7 +199,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("pre", PUBLISHED)
 def test_words_are_those_of_the_published_pattern(tmp_path: Path, pre: str) -> None:
-    """``regex`` is an independent implementation of regular expressions."""
+    """The words are those that the module ``regex`` finds, an independent implementation of regular expressions."""
     ours = load_gguf_tokenizer(write_byte_level(tmp_path, pre, OF_LLAMA_CPP, add_bos_token=False))
     split = ours.backend_tokenizer.pre_tokenizer
     for text in [*TEXTS, "// a!\n/b\n\n//c", "helloWorld HTTPServer don'T 12345"]:

@@ -87,7 +87,7 @@ class Model:
         return np.array(rows)
 
     def gap(self, known: list[int], drafts: list[int]) -> float:
-        """Return the largest gap between the best logit and a draft's logit, relative to the largest logit."""
+        """Return the largest gap between the best logit and a draft's logit, relative to the largest magnitude."""
         key = tuple(known), tuple(drafts)
         if key not in self._gaps:  # most tests have the same outputs and drafts
             gaps = [
