@@ -22,7 +22,7 @@ from metal_engine.llm import LLM
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from tests.support.image_files import data_url, encoded, picture
-from tests.support.seeing import END, IMAGE, START, TEMPLATE, seeing_tokenizer
+from tests.support.image_serving import END, IMAGE, START, TEMPLATE, seeing_tokenizer
 from tests.support.serving import Served, serve
 from tests.support.vision import QWEN3_VL, TinyVision, VisionPrompt, golden
 from tests.test_image_encoder_loading import SIZES, write_vision_checkpoint
@@ -42,7 +42,7 @@ A, B = picture(64, 48, 1), picture(40, 80, 2)
 
 
 def write_seeing_checkpoint(folder: Path) -> TinyVision:
-    """Write a tiny Qwen3-VL with the tokenizer and the chat template of :mod:`tests.support.seeing`."""
+    """Write a tiny Qwen3-VL with the tokenizer and the chat template of :mod:`tests.support.image_serving`."""
     config = deepcopy(QWEN3_VL) | IDS
     config["text_config"]["vocab_size"] = VOCAB_SIZE
     tiny = write_vision_checkpoint(folder, config)

@@ -21,7 +21,7 @@ from metal_engine.prompt_images import PromptImages
 from metal_engine.request import PreparedRequest
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.support.http_server import QuietHandler, http_server
-from tests.support.seeing import serve_seeing
+from tests.support.image_serving import serve_seeing
 from tests.support.serving import MODEL, Served, serve
 from tests.support.speculation import propose_from, speculative_config
 from tools.fixtures.fake_engine import fake_config, script, tiny_tokenizer

@@ -20,7 +20,7 @@ from metal_engine.cli.main import app
 from metal_engine.settings.args import ServerArgs
 from tests.support.http_server import QuietHandler, http_server
 from tests.support.serving import Served, serve
-from tests.support.several import FakeModel, serve_models
+from tests.support.several_models import FakeModel, serve_models
 from tools.fixtures.fake_engine import fake_config
 from tools.fixtures.ports import free_port
 

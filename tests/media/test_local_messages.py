@@ -10,7 +10,7 @@ import pytest
 from metal_engine.media.local_messages import insert_images, split_images
 from metal_engine.media.processing import ImageProcessing
 from tests.support.image_files import encoded, picture
-from tests.support.seeing import IMAGE, VISION, seeing_config, seeing_tokenizer, shared_decoder
+from tests.support.image_serving import IMAGE, VISION, seeing_config, seeing_tokenizer, shared_decoder
 from tools.fixtures.fake_engine import fake_config
 
 

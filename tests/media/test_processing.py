@@ -30,13 +30,13 @@ from metal_engine.media.processing import ImageProcessing
 from metal_engine.media.store import ImageStore, LoadedImage
 from metal_engine.prompt_images import PromptImages
 from metal_engine.settings.config import VisionConfig
-from tests.support import seeing
+from tests.support import image_serving
 from tests.support.image_files import encoded, hostile_files, picture, png
-from tests.support.seeing import shared_decoder
+from tests.support.image_serving import shared_decoder
 from tests.support.serving import wait_until
 
 IMAGE = 7
-VISION = replace(seeing.VISION, image_token_id=IMAGE)
+VISION = replace(image_serving.VISION, image_token_id=IMAGE)
 _UNIT = 1 if sys.platform == "darwin" else 1024
 
 

@@ -18,7 +18,7 @@ from metal_engine.request import PreparedRequest
 from metal_engine.server.workers import Weight
 from metal_engine.settings.args import ServerArgs
 from tests.support.image_files import data_url, encoded, hostile_files, picture
-from tests.support.seeing import END, IMAGE, START, serve_seeing
+from tests.support.image_serving import END, IMAGE, START, serve_seeing
 from tests.support.serving import DEADLINE, MODEL, Served
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -118,7 +118,7 @@ def test_marks_in_texts_stay_text(seeing: Served, prepared: list[PreparedRequest
 
 
 def test_low_detail_takes_fewer_tokens() -> None:
-    from tests.support.seeing import VISION
+    from tests.support.image_serving import VISION
 
     with serve_seeing(max_model_len=4096, num_blocks=1024) as served:
         large = data_url(encoded(picture(1600, 1200, 3)))

@@ -11,7 +11,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.model_pool.model_entry import ModelSource, ModelState
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import DEADLINE, wait_until
-from tests.support.several import MEMORY_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
+from tests.support.several_models import MEMORY_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
 
 
 def test_clients_load_nothing_unless_they_may() -> None:

@@ -13,7 +13,7 @@ import pytest
 from metal_engine.model_pool.model_entry import ModelState
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import DEADLINE, wait_until
-from tests.support.several import MEMORY_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
+from tests.support.several_models import MEMORY_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
 from tools.fixtures.fake_engine import byte_ids
 
 

@@ -12,7 +12,7 @@ from metal_engine.model_pool.model_entry import ModelEntry, ModelState
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.sampling_params import SamplingParams
 from tests.support.serving import DEADLINE
-from tests.support.several import FakeModel, salted
+from tests.support.several_models import FakeModel, salted
 from tools.fixtures.fake_engine import generated
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

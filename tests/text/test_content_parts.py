@@ -6,8 +6,8 @@ import pytest
 
 from metal_engine.server.openai.message_order import in_accepted_order
 from metal_engine.text.content_parts import IMAGE, joined, text_part, without_images
-from tests.support.seeing import IMAGE as IMAGE_ID
-from tests.support.seeing import TEMPLATE, seeing_tokenizer
+from tests.support.image_serving import IMAGE as IMAGE_ID
+from tests.support.image_serving import TEMPLATE, seeing_tokenizer
 from tools.fixtures.fake_engine import CHAT_TEMPLATE, tiny_tokenizer
 
 # As in SmolVLM's template: a content that is a text is read as a list, so nothing is written.

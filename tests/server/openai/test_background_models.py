@@ -12,7 +12,7 @@ import pytest
 from metal_engine.server.openai.response_state import ResponseState
 from tests.server.test_errors import check_error
 from tests.support.background import finished, wait_for_status, wait_until_freed
-from tests.support.several import MEMORY_FOR_TWO, FakeModel, SeveralFakes, serve_models
+from tests.support.several_models import MEMORY_FOR_TWO, FakeModel, SeveralFakes, serve_models
 
 
 @pytest.fixture

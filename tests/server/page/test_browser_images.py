@@ -12,7 +12,7 @@ import pytest
 from metal_engine.settings.args import ServerArgs
 from tests.support.browsing import page_of, say, texts, wait_for_answer
 from tests.support.image_files import data_url, encoded, picture
-from tests.support.seeing import serve_seeing
+from tests.support.image_serving import serve_seeing
 from tests.support.serving import Served, serve
 from tools.fixtures.fake_engine import script
 

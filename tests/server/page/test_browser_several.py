@@ -16,7 +16,7 @@ from metal_engine.engine.engine_thread import EngineThread
 from tests.support import adapters
 from tests.support.browsing import page_of, say, wait_for_answer
 from tests.support.serving import DEADLINE, serve, wait_until
-from tests.support.several import FakeModel, serve_models
+from tests.support.several_models import FakeModel, serve_models
 from tests.support.tiny_engine import tiny_reference
 from tools.fixtures.fake_engine import fake_config
 
