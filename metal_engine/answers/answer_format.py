@@ -24,7 +24,12 @@ class ToolParser(Protocol):
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> Any:
         """Parse the text between the two marks. Return a call, or a list of calls and strings.
 
-        A call is an object with ``name`` and ``arguments``. A string is content that the model wrote around its calls.
+        A call is a dict with ``name``, ``arguments`` (a dict or its JSON text), and optionally ``id``. A string is
+        content that the model wrote around its calls.
+
+        Args:
+            text: text between the marks, without the marks.
+            tools: tools that may be called, in OpenAI's form.
 
         Raises:
             Exception: the text is not a call. The type of the exception varies.
@@ -55,9 +60,9 @@ class ReasoningMarks:
         start: mark before the reasoning.
         end: mark after the reasoning.
         budget_text: text that the model's authors recommend before ``end`` if the reasoning is ended by its budget.
-        dropped: marks of a model with this reasoning that are dropped from the content.
-        next_message: text between messages, if outputs consist of messages.
-        content_start: mark at the beginning of a message of content, if outputs consist of messages.
+        dropped: marks that are removed from the content. May include ``end``.
+        next_message: text between messages. Empty if outputs do not consist of messages.
+        content_start: mark at the beginning of a message of content. Empty if outputs do not consist of messages.
     """
 
     start: str
@@ -112,7 +117,7 @@ def begins_in_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bo
 def is_past_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bool) -> bool:
     """Return True if a prompt that does not end within reasoning leaves no place for reasoning.
 
-    Templates close the reasoning themselves if it is turned off. An assistant message to be continued has passed it.
-    The arguments are those of :func:`begins_in_reasoning`.
+    A template closes the reasoning itself if reasoning is turned off. If the output continues an assistant message, the
+    reasoning of that message is over. The arguments are those of :func:`begins_in_reasoning`.
     """
     return continues or prompt_end.rstrip().endswith(marks.end)

@@ -9,17 +9,19 @@ from typing import Literal
 from metal_engine.answers.call_syntaxes.syntax import Quotes
 
 _SPACE = re.compile(r"\s*")
-# Types of values that are strings, in the opening tags of Kimi K3 and DeepSeek.
+# Values of the attribute in an opening tag that declares a string: ``type="string"`` of Kimi K3, ``string="true"`` of
+# DeepSeek.
 _STRING_TYPES = ("string", "true")
 
 
 class CallEnd:
     """Search for the end of one call, whose text arrives in pieces. Takes linear time.
 
-    If a quoted part of the text turns out to have no end, the first mark ends the call.
+    A quoted part is a part of the call in which marks are text, such as a string. If a quoted part turns out to have no
+    end, the first mark in it or after it ends the call.
 
     Args:
-        quotes: parts of the text in which marks are text.
+        quotes: forms of the quoted parts.
         marks: marks that end the call.
 
     Attributes:
@@ -29,8 +31,9 @@ class CallEnd:
     def __init__(self, quotes: Quotes, marks: Sequence[str]) -> None:
         self.first_mark: tuple[int, str] | None = None
         self._quotes = quotes
-        # ``after``: directly after a quoted part. ``head``: before the value of a quoted part. ``json`` and ``string``:
-        # in a JSON value, outside and inside of strings. ``plain``: quoted parts are ignored, since one has no end.
+        # ``outside``: not in a quoted part. ``head``: in a quoted part, before its value. ``text``: in a quoted part.
+        # ``json`` and ``string``: in a quoted part that is a JSON value, outside and inside of its strings. ``after``:
+        # directly after a quoted part. ``plain``: quoted parts are ignored, since one has no end or there are none.
         self._state: Literal["plain", "outside", "after", "head", "text", "json", "string"] = "outside"
         if not quotes.pairs:
             self._state = "plain"
@@ -94,7 +97,7 @@ class CallEnd:
         return re.compile(patterns[self._state], re.DOTALL)  # `re` caches compiled patterns
 
     def _pass_space(self, text: str) -> bool:
-        """Check the text after a quoted part. Return False if it has not arrived yet."""
+        """Leave the state ``after`` at the next character other than white space. Return False if there is none yet."""
         at = _end_of_space(text, self._at)
         if at == len(text):
             return False
@@ -105,7 +108,7 @@ class CallEnd:
         return True
 
     def _pass_head(self, text: str) -> bool:
-        """Find the beginning of the value of a quoted part. Return False if it has not arrived yet."""
+        """Leave the state ``head`` at the beginning of the value. Return False if too little text has arrived."""
         assert self._quotes.value is not None
         head = self._quotes.value.match(text, self._opened)
         if head is None:

@@ -33,7 +33,7 @@ class CallReader:
         tools: tools that may be called, in OpenAI's form.
         parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
         head: ``call_head`` of the format, to stream a call's arguments; None to return only whole calls. The last brace
-            is sent only after the call has been parsed. The text of a malformed call becomes content.
+            of streamed arguments is returned only after the call has been parsed.
         gaps: white space between parts of the content.
 
     Attributes:
@@ -61,9 +61,9 @@ class CallReader:
         self._ids: set[str] = set()
 
     def read_more(self, body: str) -> list[AnswerDelta]:
-        """Return the new deltas of a call whose text so far is ``body``.
+        """Return the new deltas of a call whose text after the opening mark is ``body`` so far.
 
-        Empty if the call's arguments are not streamed.
+        The list is empty if the call's arguments are not streamed.
         """
         deltas: list[AnswerDelta] = []
         begun = self._begun
@@ -80,9 +80,9 @@ class CallReader:
         return deltas
 
     def read_to_end(self, before: str, body: str, end: str, *, complete: bool, truncated: bool) -> list[AnswerDelta]:
-        """Return the remaining deltas of a call that has ended. If the text is not a call, return it as content.
+        """Return the remaining deltas of a call that has ended. Return text that is not a valid call as content.
 
-        If ``truncated`` is True and the call's arguments are already streamed, the rest of the text is dropped instead.
+        If a truncated call has already begun to stream, its text is not returned as content.
 
         Args:
             before: text before the body that belongs to the call: white space, and the opening mark.
@@ -198,7 +198,7 @@ class _BegunCall:
         return more
 
     def is_same(self, call: ToolCall | str) -> bool:
-        """Return True if this call has the name and the arguments that were streamed."""
+        """Return True if ``call`` has the name and the arguments that were streamed."""
         if isinstance(call, str) or not self._reader.done or call.name != self.name:
             return False
         own = json.loads("".join(self._arguments) + "}")

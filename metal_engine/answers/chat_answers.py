@@ -84,8 +84,8 @@ class ChatAnswers:
         plan: use of the request's tools.
         in_reasoning: True if the prompt ends within reasoning.
         past_reasoning: True if the prompt ends after the reasoning.
-        is_structured: True if the text after the reasoning is either tool calls or a structured output, which may
-            contain marks.
+        is_structured: True if the text after the reasoning is a structured output, or tool calls in its place if
+            ``plan`` allows calls. Marks within the structured output are text.
         has_budget: True if a budget may end the reasoning.
     """
 
@@ -132,13 +132,14 @@ class ChatAnswers:
     ) -> tuple[ChatAnswers, SamplingParams]:
         """Return the ChatAnswers and the sampling parameters of the prompt's outputs.
 
-        The sampling parameters have the grammar of forced calls, the phases, and special tokens in the text if parsing
-        needs them. They are the same object if nothing changes.
+        The new sampling parameters have the grammar of forced calls and the phases. They turn ``skip_special_tokens``
+        off if parsing needs special tokens. If nothing changes, ``params`` itself is returned.
 
         Args:
             params: sampling parameters of the request.
             budget: maximum number of tokens of the reasoning; None: no limit. Ignored if the model does not reason.
-            tool_grammar: ``auto`` to constrain the text of calls that the model begins.
+            tool_grammar: ``auto`` to constrain the text of calls that the model begins by itself. Other values leave
+                this text free. Forced calls have a grammar in either case.
 
         Raises:
             ParameterError: the parameters exclude each other, or a tool's parameters have no valid schema.
@@ -173,7 +174,7 @@ class ChatAnswers:
         return answers, params.changed(**changes) if changes else params
 
     def _may_call(self, params: SamplingParams, structured: StructuredOutputsParams | None) -> bool:
-        """Return True if the outputs may have tool calls with a grammar, also in place of a structured output."""
+        """Return True if the outputs may have tool calls with a grammar, beside free text or a structured output."""
         if not self._finds_calls or params.excludes_grammars:
             return False
         if structured is None:
@@ -183,9 +184,10 @@ class ChatAnswers:
         return is_json and not (self.format.harmony and self.past_reasoning)
 
     def _under(self, structured: StructuredOutputsParams, *, may_call: bool) -> ChatAnswers:
-        """Return the ChatAnswers for outputs with a grammar after the reasoning.
+        """Return the ChatAnswers for outputs whose text after the reasoning is a structured output or forced calls.
 
-        JSON and texts to choose from have no marks. A regular expression or a context-free grammar may spell marks out.
+        If a regular expression or a context-free grammar contains a mark of calls or the end mark of reasoning, the
+        marks of the output are parsed as usual. Otherwise, all of the structured output is content.
 
         Args:
             may_call: True if the outputs may be tool calls instead.
@@ -200,7 +202,7 @@ class ChatAnswers:
         return self if spelled and spells else replace(self, plan=NO_TOOLS, is_structured=True)
 
     def _structured_reasoning(self, structured: StructuredOutputsParams, budget: int | None) -> ReasoningPhase | None:
-        """Return the reasoning before a structured output; None if the grammar applies from the first token."""
+        """Return the reasoning phase before a structured output; None if the grammar applies from the first token."""
         marks = self.format.reasoning
         spelled = structured.regex or structured.grammar or ""
         if self.past_reasoning or marks is None or marks.end in spelled:

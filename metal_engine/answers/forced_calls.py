@@ -40,7 +40,8 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
         parallel: True if the list may have several calls.
 
     Raises:
-        ParameterError: a tool's parameters are not the schema of an object.
+        ParameterError: a tool's parameters are not the schema of an object, are nested too deeply, or cannot be closed
+            or opened (see :func:`tool_parameters`).
     """
     schemas = {tool["function"]["name"]: tool_parameters(i, tool) for i, tool in enumerate(tools)}
     if name is not None:
@@ -68,8 +69,9 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
 def tool_parameters(i: int, tool: dict[str, Any]) -> Schema:
     """Return the schema of a tool's arguments. Adds the type "object" if the tool does not declare it.
 
-    A tool without parameters has no arguments. With ``strict``, objects are closed. If ``strict`` is false, they are
-    marked as open.
+    The schema of a tool without parameters allows no arguments. If the tool's ``strict`` is true, objects are closed
+    (:func:`metal_engine.json_schemas.closed.closed`). If ``strict`` is false, objects are marked as open by
+    ``additionalProperties: true``. If ``strict`` is missing, objects stay unchanged.
 
     Args:
         i: index of the tool in the request, for messages.
@@ -117,10 +119,11 @@ def _within(root: str, reference: str) -> str:
 
 
 def moved(schema: Any, target: Callable[[str], str]) -> Any:
-    """Return a copy of a schema with other references.
+    """Return a copy of a schema in which ``target`` replaces each reference within the document.
 
     Args:
-        target: returns the new reference for a reference within the document.
+        schema: schema of any kind. Raises RecursionError if it is nested too deeply.
+        target: returns the new reference for a reference that begins with ``#``.
     """
     if isinstance(schema, list):
         return [moved(item, target) for item in schema]

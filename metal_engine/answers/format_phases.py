@@ -25,8 +25,9 @@ _MAX_CACHED = 4_000_000
 def call_phase(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, parallel: bool) -> CallPhase | None:
     """Return the grammars of the calls that a model may begin. Caches them, because agents send the same tools again.
 
-    Return None if the grammar of the format is unknown, or if the format cannot express the name of a tool or of a
-    required argument. If it cannot express a value of a tool's schema, the arguments of that tool are left open.
+    Return None if there are no tools, if the grammar of the format is unknown, or if the format cannot express the name
+    of a tool or of a required argument. If the format cannot express a value of a tool's schema, the grammar allows any
+    arguments for that tool.
 
     Args:
         answer_format: output format of the model.
@@ -34,8 +35,8 @@ def call_phase(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, 
         parallel: True if several calls are allowed.
 
     Raises:
-        ParameterError: a tool's parameters are not the schema of an object, or require a text that the format cannot
-            express.
+        ParameterError: a tool's parameters are not the schema of an object, are nested too deeply, or require a text
+            that the format cannot express.
     """
     syntax = answer_format.syntax
     if syntax is None or not tools:
@@ -59,7 +60,7 @@ def _made(syntax: CallSyntax, tools: Sequence[dict[str, Any]], *, parallel: bool
 
 
 def _digest(tools: Sequence[dict[str, Any]]) -> bytes:
-    """Return a hash of the parts of tools that grammars depend on, including the order of properties."""
+    """Return a hash of the tools' names, ``strict`` flags and parameters, including the order of properties."""
     functions = [tool["function"] for tool in tools]
     parts = [(one["name"], one.get("strict"), one.get("parameters")) for one in functions]
     return hashlib.sha256(json.dumps(parts).encode()).digest()
@@ -74,7 +75,7 @@ class _PhaseCache:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> tuple[bool, CallPhase | None]:
-        """Return True and the phase of a key; False and None if the key is unknown."""
+        """Return True and the phase of a key, which may be None. Return False and None if the key is unknown."""
         with self._lock:
             if key not in self._phases:
                 return False, None
@@ -82,7 +83,7 @@ class _PhaseCache:
             return True, self._phases[key]
 
     def put(self, key: Hashable, phase: CallPhase | None) -> None:
-        """Add a phase. Drop the least recently used phases if there are too many characters."""
+        """Add a phase. Drop the least recently used phases while the cache has more than ``_MAX_CACHED`` characters."""
         with self._lock:
             self._drop(key)
             self._phases[key] = phase
@@ -96,7 +97,7 @@ class _PhaseCache:
 
 
 def _size(phase: CallPhase | None) -> int:
-    """Return the number of characters of a phase; 1,000 more for the entry of the cache."""
+    """Return the number of characters of a phase's grammars, plus 1,000 for its entry in the cache."""
     return 1000 + sum(len(trigger.grammar) for trigger in (phase.triggers if phase is not None else ()))
 
 
@@ -104,10 +105,10 @@ _CACHE = _PhaseCache()
 
 
 def call_text(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]]) -> CallText:
-    """Return the text of the calls of a format with tool calls.
+    """Return the marks at which tool calls begin, and the search for their end.
 
     Args:
-        answer_format: output format of the model.
+        answer_format: output format of the model, with a parser of tool calls.
         tools: tools that may be called, in OpenAI's form.
     """
     parser, syntax, bare = answer_format.tool, answer_format.syntax, answer_format.bare
@@ -131,7 +132,7 @@ def call_text(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]]) -> C
 def reasoning_phase(
     answer_format: AnswerFormat, *, begins_inside: bool, is_structured: bool, budget: int | None
 ) -> ReasoningPhase | None:
-    """Return the reasoning of a model; None if the model does not reason.
+    """Return the reasoning phase of an output; None if the model does not reason.
 
     Args:
         answer_format: output format of the model.

@@ -54,7 +54,7 @@ class HarmonyCalls:
 
 
 def harmony_format(*, calls: bool = True) -> AnswerFormat:
-    """Return the format. ``calls`` is True if tool calls are parsed."""
+    """Return the output format of gpt-oss. ``calls`` is True if tool calls are parsed."""
     return AnswerFormat(
         tool=ExactParser(HARMONY, HarmonyCalls()) if calls else None,
         syntax=HARMONY if calls else None,
@@ -72,9 +72,9 @@ def harmony_format(*, calls: bool = True) -> AnswerFormat:
 
 
 class HarmonySplitter(MarkSplitter):
-    """Splits the messages of an output. Takes the arguments of ``MarkSplitter``.
+    """Splits an output in gpt-oss's format. Takes the arguments of ``MarkSplitter``, and ``is_structured``.
 
-    Text that does not begin with a header is content, because a grammar may force such an output.
+    If the output does not begin with a header, its first text is content, because a grammar may force content at once.
 
     Args:
         is_structured: True if the first content is a structured output, which lasts until the end of the output.
@@ -110,7 +110,7 @@ class HarmonySplitter(MarkSplitter):
         elif not self._in_header:
             held = max(overlap(self._raw, mark) for mark in _ENDS)
             num_escapes = len(self._raw) - len(self._raw.rstrip("\\"))
-            held = max(held, num_escapes % 2)  # an escape may not be divided: it may be one of a quote
+            held = max(held, num_escapes % 2)  # keep a backslash together with the character that it may escape
             deltas += self._pass_on(len(self._raw) - held)
         return joined(deltas)
 

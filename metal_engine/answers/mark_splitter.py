@@ -19,9 +19,13 @@ _QUOTES = frozenset("`'\"")
 
 
 class MarkSplitter(Splitter):
-    """Splits text at marks. White space next to a mark belongs to the mark, but separates two parts of the content.
+    """Splits text at marks.
 
-    Calls within reasoning are reasoning. The exception are calls at the end of an output whose reasoning has no end.
+    White space next to a mark is dropped. Between two parts of the content, it is kept as a separator
+    (:class:`metal_engine.answers.splitter.ContentGaps`).
+
+    Calls within reasoning are returned as reasoning. The exception are calls at the end of an output that the model
+    itself ended without an end mark of reasoning.
 
     Args:
         answer_format: output format of the model.
@@ -44,7 +48,7 @@ class MarkSplitter(Splitter):
         drops_end: bool = False,
     ) -> None:
         self.reasoning_bounds: list[int] = [0] if in_reasoning else []
-        self._opening = ""  # mark at the end of the prompt; empty once the output cannot repeat the mark
+        self._opening = ""  # opening mark that ends the prompt and that the output may repeat; empty if it cannot
         self._dropped: tuple[str, ...] = ()
         self._stray = ""  # mark that is dropped except after a quote character
         self._last = ""  # last character of the returned content
@@ -88,7 +92,11 @@ class MarkSplitter(Splitter):
         return self.take(text, len(text))
 
     def take(self, text: str, length: int) -> list[AnswerDelta]:
-        """Parse the next text, which represents ``length`` characters of the output. Return the resulting deltas."""
+        """Parse text that stands for the next ``length`` characters of the output. Return the resulting deltas.
+
+        The length of ``text`` may differ if the caller has replaced a part of the output. ``reasoning_bounds`` counts
+        characters of the output.
+        """
         searched = len(self._text)
         self._text += text
         self._end += length
@@ -136,7 +144,10 @@ class MarkSplitter(Splitter):
         return self._end_call(rest, "", complete=complete, truncated=truncated)
 
     def _cross_at(self, at: int, mark: str) -> list[AnswerDelta]:
-        """Change the state at the mark at a position. Return the deltas of the text before the mark."""
+        """Remove the text up to and including the mark at a position, and change the state.
+
+        Return the deltas of the text before the mark.
+        """
         before, self._text = self._text[:at], self._text[at + len(mark) :]
         deltas = self._cross(before, mark)
         if self._state == "call":
@@ -144,7 +155,10 @@ class MarkSplitter(Splitter):
         return deltas
 
     def _next_mark(self, searched: int) -> tuple[int, str] | None:
-        """Return position and text of the first mark, or None. ``searched`` characters were searched before."""
+        """Return position and text of the first mark that ends the current state; None if there is none.
+
+        The text is empty at a call without its opening mark. The first ``searched`` characters contain no whole mark.
+        """
         if self._state == "call":
             return self._call_end.find(self._text)
         found = []
@@ -193,7 +207,7 @@ class MarkSplitter(Splitter):
         return before_mark
 
     def _give_out(self) -> list[AnswerDelta]:
-        """Return the received text. Hold back an end that may be part of a mark, or of white space before a mark."""
+        """Return the received text, except a suffix that may belong to a mark, and the white space before it."""
         assert self._state != "call"
         text = self._text
         held = max(overlap(text, mark) for mark in self._marks[self._state])
@@ -214,7 +228,7 @@ class MarkSplitter(Splitter):
         return [self._shown(text[begin:end])]
 
     def _stripped(self, text: str) -> str:
-        """Return text after a mark without the white space at its start. In content, the white space is a gap."""
+        """Return text after a mark without the white space at its start. In content, record that space as a gap."""
         stripped = text.lstrip()
         if self._state == "content":
             self._gaps.add(text[: len(text) - len(stripped)])
@@ -256,9 +270,10 @@ class _CallsAtEnd:
         self._longest_head = len(self._begin) + 40 + max(map(len, names))
 
     def find(self, text: str) -> int:
-        """Return the position from which a text consists of calls. The last call may be incomplete.
+        """Return the position from which a text consists only of calls. The last call may be incomplete.
 
-        Return the position of a possible mark, or the length of the text, if the text does not end with a call.
+        If the text does not end with a call, return the position of a suffix that may become an opening mark, or the
+        length of the text if it has no such suffix.
         """
         at = text.rfind(self._begin)
         closed = text.find(self._end, at)
@@ -292,7 +307,7 @@ class _BareOpenings:
     def find(self, text: str, searched: int) -> int:
         """Return the position of the first opening; -1 if there is none.
 
-        ``searched`` characters were searched before.
+        The first ``searched`` characters contain no whole opening.
         """
         if not self._is_possible:
             return -1

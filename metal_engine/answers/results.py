@@ -19,8 +19,9 @@ class GeneratedOutput:
         token_ids: generated token ids.
         finish_reason: ``stop`` or ``length``.
         stop_reason: stop string or token id that ended the output, if any.
-        logprobs: one entry for each of ``token_ids``, if requested.
-        content: text of a chat without reasoning and tool calls; None if the output consists of tool calls only.
+        logprobs: one entry for each of ``token_ids``; None if not requested.
+        content: text of a chat without reasoning and tool calls. None if the output consists of tool calls only, or if
+            the result is not of a chat.
         reasoning: reasoning of a chat; None if there is none.
         tool_calls: tool calls of a chat.
     """
@@ -45,7 +46,8 @@ def _of_first_output(name: str) -> property:
 class GenerationResult:
     """Prompt and its outputs. ``text`` and the other properties are taken from the first output.
 
-    ``prompt_logprobs`` has one entry for each prompt token if requested. The entry of the first token is None.
+    ``prompt_logprobs`` is None if not requested. Otherwise, it has one entry for each prompt token. The entry of the
+    first token is None.
     """
 
     prompt_token_ids: list[int]

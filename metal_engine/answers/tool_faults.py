@@ -11,10 +11,10 @@ Tool = dict[str, Any]
 
 
 def faulty_tool(tools: Sequence[Tool], compile_calls: Callable[[list[Tool]], object]) -> int | None:
-    """Return the index of a tool whose grammar cannot be compiled. Return None if the fault is no single tool's.
+    """Return the index of a tool whose grammar cannot be compiled. Return None if no single tool is at fault.
 
-    For example, the tools may be too complex only together. Halves the tools repeatedly, so that the work is at most
-    twice that of compiling all of them.
+    For example, each tool may compile alone, while all tools together are too complex. This function halves the list
+    repeatedly, so that its work is at most twice that of compiling all tools.
 
     Args:
         tools: tools whose grammar failed to compile together.

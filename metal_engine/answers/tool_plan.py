@@ -45,7 +45,7 @@ class ToolPlan:
         return forced_schema(self.shown or self.prompted, self.name, parallel=self.parallel)
 
     def narrowed(self, tools: list[Tool]) -> ToolPlan:
-        """Return the plan for some of its tools, any of which may be called."""
+        """Return this plan for only some of its tools. Sets ``name`` to None, so that each of them may be called."""
         shown, prompted = (tools, []) if self.shown else ([], tools)
         return replace(self, shown=shown, prompted=prompted, parsed=tools if self.parsed else [], name=None)
 

@@ -15,7 +15,10 @@ Tool = dict[str, Any]
 
 
 def prompted_format(answer_format: AnswerFormat) -> AnswerFormat:
-    """Return the output format for described tools: the model's own call format if known, else ``JSON_CALLS``."""
+    """Return the output format for tools that a system message describes.
+
+    Calls are in the model's own format if it is known, and otherwise in the format of ``JSON_CALLS``.
+    """
     if answer_format.tool is not None:
         return answer_format
     return replace(answer_format, tool=JSON_CALLS, call_head=JSON_CALL_HEAD, syntax=HERMES)
@@ -39,7 +42,10 @@ def instructions(tools: Sequence[Tool], parser: ToolParser | None) -> str:
 
 
 def with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Return a conversation whose system message ends with ``text``. Add a system message if none comes first."""
+    """Return a copy of a conversation whose first message is a system message that ends with ``text``.
+
+    Adds a system message if the first message is not a system message, or if its content is not a text.
+    """
     own, others = "", messages
     if messages and messages[0].get("role") == "system" and isinstance(messages[0].get("content"), str):
         own, others = messages[0]["content"], messages[1:]
@@ -58,12 +64,12 @@ def forced_instructions(tools: Sequence[Tool], name: str | None) -> str:
 
 
 def call_request(name: str | None) -> str:
-    """Return the text that asks for a call: of the tool ``name``, or of any tool if it is None."""
+    """Return the text that asks for a call of the tool ``name``, or of any tool if ``name`` is None."""
     return f"Answer with a call of the function {name}." if name is not None else "Answer with a function call."
 
 
 def written_calls(content: str, calls: Iterable[tuple[str, str]], parser: ToolParser | None) -> str:
-    """Return the text of an assistant message with tool calls, as the model would have written it.
+    """Return the text of an assistant message with tool calls: JSON objects between the marks of the call format.
 
     Args:
         content: text before the calls.

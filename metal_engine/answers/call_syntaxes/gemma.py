@@ -114,7 +114,7 @@ class GemmaSyntax:
 
 
 def _after_comma(text: str, at: int, end: str) -> int:
-    """Return the position after a comma, or that of ``end``. Raises ValueError if there is neither."""
+    """Return the position after the next comma, or the position of ``end``. Raises ValueError if neither comes next."""
     at = after_space(text, at)
     if text.startswith(end, at):
         return at
@@ -141,7 +141,11 @@ class _Values:
         self._referenced: dict[str, str] = {}
 
     def value(self, schema: Any) -> str:
-        """Return the name of a rule. Raises NotExpressibleError if the format cannot express any value."""
+        """Return the name of a rule for the values that a schema allows.
+
+        Raises:
+            NotExpressibleError: the format cannot express any of the values.
+        """
         if isinstance(schema, dict) and "$ref" in schema:
             return self._reference(schema)
         if schema in (True, {}):
@@ -193,7 +197,11 @@ class _Values:
         return merged
 
     def _first_of(self, options: Sequence[Any], rule: Callable[[Any], str]) -> str:
-        """Return the name of a rule for one of several values or schemas. Skips those that cannot be expressed."""
+        """Return the name of a rule for any of several values or schemas. Skips options that cannot be expressed.
+
+        Raises:
+            NotExpressibleError: no option can be expressed.
+        """
         rules = []
         problem = NotExpressibleError()
         for option in options:
@@ -258,7 +266,14 @@ class _Values:
         return self._rules.rule(f'"[" {GAP} {items} {GAP} "]"')
 
     def _tuple(self, prefix: list[str], item: str | None, low: int, high: int | None) -> str:
-        """Return an expression for the items of a list whose first items have schemas of their own."""
+        """Return an expression for the items of a list whose first items have separate schemas.
+
+        Args:
+            prefix: rules for the first items.
+            item: rule for the items after ``prefix``; None if there are none.
+            low: least number of items.
+            high: greatest number of items; None: no limit.
+        """
         num_listed = len(prefix) if high is None else min(len(prefix), high)
         items = [(one, at < low) for at, one in enumerate(prefix[:num_listed])]
         comma = f'{GAP} "," {GAP}'

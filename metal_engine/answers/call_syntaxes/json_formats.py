@@ -224,7 +224,7 @@ DEEPSEEK_V31 = _deepseek("", "<｜tool▁sep｜>", "")
 
 
 def _harmony_call(rules: Rules, tools: Sequence[ToolSchema], header: str) -> str:
-    """Return the definition of a call. ``header`` is the rest of the message's header after the recipient."""
+    """Return the definition of a call. ``header`` is a Lark expression for the message's header after the recipient."""
     kind = f'(" "? {mark("<|constrain|>")} "json" | " json")?'
     calls = [
         f"{string(checked_name(_RECIPIENT, tool.name))} {header} {kind} {mark('<|message|>')} {_object(rules, tool)}"
@@ -241,7 +241,7 @@ def _from_assistant(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -
     return _harmony_call(rules, tools, f'{mark("<|channel|>")} ("commentary" | "analysis")')
 
 
-# :class:`metal_engine.answers.harmony.HarmonySplitter` brings all forms to the first one. The last form follows a
+# :class:`metal_engine.answers.harmony.HarmonySplitter` converts all forms to the first form. The last form follows a
 # prompt that ends with ``<|start|>assistant``.
 HARMONY = JSONSyntax(
     (

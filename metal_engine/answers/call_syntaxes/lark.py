@@ -21,12 +21,12 @@ _GAP_RULE = r"/[ \t\r\n]{0,8}/"
 
 
 def string(text: str) -> str:
-    """Return a text as a Lark string. It contains no ``@``, which begins marks."""
+    """Return a text as a Lark string. ``@`` is escaped, because it begins references to marks."""
     return json.dumps(text, ensure_ascii=False).replace("@", "\\u0040")
 
 
 def mark(text: str) -> str:
-    """Return a reference to a text that may contain special tokens."""
+    """Return ``@"text"``, a reference to a text that may contain special tokens."""
     return "@" + json.dumps(text, ensure_ascii=False)
 
 
@@ -99,15 +99,15 @@ class Rules:
         return name
 
     def rule(self, definition: str) -> str:
-        """Return the name of a rule with a definition."""
+        """Return the name of the rule with this definition. Adds the rule if it is new."""
         return self._shared("r", definition)
 
     def terminal(self, definition: str) -> str:
-        """Return the name of a terminal with a definition."""
+        """Return the name of the terminal with this definition. Adds the terminal if it is new."""
         return self._shared("T", definition)
 
     def reserve(self) -> str:
-        """Return the name of a rule that is defined later, by :meth:`add`."""
+        """Return the name of a rule that is defined later, by :meth:`define`."""
         name = f"r{len(self._named)}"
         self._named[name] = ""
         return name
@@ -118,7 +118,7 @@ class Rules:
         self._named[name] = definition
 
     def text_until(self, terminal: str, end: str) -> str:
-        """Return the name of a rule: a text of a terminal, up to the first ``end``, inclusive."""
+        """Return the name of a rule for a text that matches ``terminal``, followed by the first ``end``."""
         return self._shared("r", terminal, f"[suffix={mark(end)}]")
 
     def arguments(self, tool: ToolSchema, expression: Callable[[ToolSchema], str]) -> str:
@@ -128,11 +128,13 @@ class Rules:
         long.
 
         Args:
+            tool: the tool.
             expression: returns a Lark expression for the arguments that a tool's schema allows.
 
         Raises:
             NameNotExpressibleError: the grammar cannot express the name of a required argument.
-            ParameterError: a required value can only be a text with a mark of the format.
+            ParameterError: a required value can only be a text with a mark of the format, or the tool's parameters are
+                not the schema of an object.
         """
         open_rule = self.rule(expression(tool.opened))
         self._is_limited = True
@@ -163,7 +165,7 @@ class Rules:
     def trigger(
         self, mark: str, call: str, heads: tuple[tuple[str, str], ...] = (), *, is_whole: bool = False
     ) -> CallTrigger:
-        """Return the trigger with the grammar whose rule ``call`` has the given definition."""
+        """Return the trigger of a mark. Its grammar has these rules, and a rule ``call`` with the given definition."""
         lines = [f"call: {call}"]
         for name, definition in self._named.items():
             lines.append(f"{name}: {definition}")

@@ -135,7 +135,10 @@ class PythonicSyntax:
         return calls if calls and text[at:].strip() == end else None
 
     def _read_arguments(self, text: str, at: int, tool: ToolSchema) -> tuple[str, int] | None:
-        """Return the arguments that begin at a position, as JSON text, and the position after the call."""
+        """Return the arguments that begin at a position, as JSON text, and the position after the call.
+
+        Return None if the text is not in this form. Raises ValueError if a value is not JSON.
+        """
         listed = {argument.name for argument in tool.arguments()[0]}
         written: dict[str, str] = {}
         while (opening := _ARGUMENT.match(text, at)) is not None:

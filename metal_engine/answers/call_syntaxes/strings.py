@@ -13,7 +13,8 @@ from metal_engine.json_schemas.document import listed
 ANY_TEXT = "/(?s:.*)/"
 # Constructs of patterns that regular expressions of terminals lack, or that mean something else there.
 _UNKNOWN = re.compile(r"\(\?(?!:)|\\[bBkpPuAzZ0-9]|\\c|\[\^?\]")
-# Anchors, other than at the ends, and escapes and classes, which may contain the same characters.
+# Matches escapes, character classes and anchors. Group 1 is set only for an anchor: escapes and classes may contain the
+# same characters.
 _ANCHOR = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|([\^$])", re.DOTALL)
 _MAX_DEPTH = 32
 
@@ -40,7 +41,7 @@ def text_terminal(rules: Rules, tool: ToolSchema, schema: Any, *, end: str, with
 
 
 def length_limits(schema: dict[str, Any], low: str, high: str) -> tuple[int, int | None]:
-    """Return the values of two keywords for the least and the greatest length; None if there is no greatest length."""
+    """Return the least and the greatest length from the keywords ``low`` and ``high``. They default to 0 and None."""
     least, most = schema.get(low), schema.get(high)
     return least if isinstance(least, int) else 0, most if isinstance(most, int) else None
 
@@ -56,7 +57,7 @@ class _Strings:
     Args:
         rules: rules to which terminals are added.
         tool: tool to which the schemas belong.
-        without: regular expressions, in slashes, for constants that are left out.
+        without: regular expressions, in slashes. Constants that match one of them are left out.
     """
 
     def __init__(self, rules: Rules, tool: ToolSchema, without: Sequence[str] = ()) -> None:
@@ -109,7 +110,7 @@ class _Strings:
 def _terminal_of(pattern: str) -> str | None:
     """Return the regular expression of a terminal for a JSON schema's pattern; None if there is none.
 
-    A pattern may match anywhere in a text, a terminal matches the whole text.
+    A JSON schema's pattern may match anywhere in a text, whereas a terminal matches the whole text.
     """
     if _UNKNOWN.search(pattern):
         return None
@@ -131,7 +132,7 @@ def _terminal_of(pattern: str) -> str | None:
 
 
 def _has_top_level_choice(pattern: str) -> bool:
-    """Return True if an anchor belongs to only one of the alternatives of a pattern."""
+    """Return True if a pattern has alternatives outside of parentheses. An anchor then belongs to only one of them."""
     depth = 0
     for found in re.finditer(r"\\.|\[(?:\\.|[^\]\\])*\]|([()|])", pattern, re.DOTALL):
         if found[1] == "|" and not depth:

@@ -15,18 +15,19 @@ from metal_engine.output_phases import CallTrigger
 
 @dataclass(frozen=True)
 class Quotes:
-    """Parts of a call in which the mark that ends the call is text.
+    """Forms of the quoted parts of a call. In a quoted part, the mark that ends the call is text.
 
     Attributes:
-        pairs: text at the beginning of a part -> regular expression for its end, or an escape that begins with a
-            backslash.
+        pairs: maps the text that begins a part to a regular expression. The expression matches the end of the part, or
+            an escape within the part, which begins with a backslash.
         broken: regular expression for text that a part cannot contain. Empty if there is no such text.
-        after: characters of which one follows each part, perhaps after white space. Empty for any.
+        after: characters of which one follows each part, perhaps after white space. Empty if any character may follow.
         value: pattern for the text of a part up to its value, with the group ``name``; None if a value has no name.
-        is_json: returns True if the value of a name is JSON if it begins like a JSON object or array. Such a part
-            ends at the first end outside of JSON strings.
+        is_json: takes the name of a value. Returns True if a value that begins like a JSON object or array is JSON. A
+            part with JSON ends at the first end outside of JSON strings.
 
-    If a text deviates from ``broken`` or ``after``, the model has left out the end of a part.
+    If a part contains ``broken``, or if the character after it is not in ``after``, the model has left out the end of a
+    part.
     """
 
     pairs: dict[str, str] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class CallSyntax(Protocol):
     """Exact form of the calls of one format."""
 
     def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
-        """Return the parts of calls of some tools in which marks are text."""
+        """Return the forms of the quoted parts in calls of ``tools``."""
         ...
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
@@ -56,6 +57,8 @@ class CallSyntax(Protocol):
 
         Raises:
             NameNotExpressibleError: the format cannot express the name of a tool or of a required argument.
+            ParameterError: a tool's parameters are not the schema of an object, or require a text that the format
+                cannot express.
         """
         ...
 
@@ -68,10 +71,10 @@ class CallSyntax(Protocol):
 
 
 class ExactParser:
-    """Parser of the texts that a grammar allows. Hands other texts to another parser, which may be lenient.
+    """Parser of the texts that a grammar allows. Passes other texts to another parser, which may be lenient.
 
-    A text that neither can read is read once more with arguments of any type, because a grammar leaves the arguments
-    open if it cannot express their schema.
+    If neither the grammar nor the other parser fits a text, the text is read once more with arguments of any type. The
+    reason is that a grammar allows any arguments if it cannot express their schema.
 
     Args:
         syntax: exact form of the calls.
@@ -114,7 +117,7 @@ def choice(options: Sequence[str]) -> str:
 
 
 def checked_name(pattern: re.Pattern[str], name: str) -> str:
-    """Return a name. Raises NameNotExpressibleError if it does not match a pattern."""
+    """Return ``name``. Raises NameNotExpressibleError if the whole name does not match ``pattern``."""
     if pattern.fullmatch(name) is None:
         raise NameNotExpressibleError
     return name

@@ -47,7 +47,7 @@ def _glm(form: type[TagSyntax], prefix: str = "") -> TagSyntax:
 
 
 class _LongCat(TagSyntax):
-    """Form of LongCat's calls. The first models write a JSON object instead of tags."""
+    """Form of LongCat's calls. LongCat's first models write a JSON object instead of tags."""
 
     def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
         tags = super().quotes(tools)
@@ -122,7 +122,7 @@ _JSON_OPENING, _JSON_CLOSING = '<|open|>json type="object"<|sep|>', "<|close|>js
 
 @dataclass(frozen=True)
 class _KimiK3(_TypedTagSyntax):
-    """Form of Kimi K3's calls. The opening tag of an argument names its type, or all arguments are one object."""
+    """Form of Kimi K3's calls. The opening tag of an argument names its type, or one JSON object has all arguments."""
 
     def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
         tags = super().quotes(tools)
@@ -198,9 +198,9 @@ KIMI_K3 = _KimiK3(
 
 @dataclass(frozen=True)
 class _DSML(_TypedTagSyntax):
-    """Form of the calls of DeepSeek V3.2 and V4. The opening tag of an argument has ``true`` if the value is a string.
+    """Form of the calls of DeepSeek V3.2 and V4.
 
-    Other values are JSON.
+    The opening tag of an argument has ``string="true"`` if the value is a string. Other values are JSON.
     """
 
     def _argument(self, rules: Rules, tool: ToolSchema, name: str, schema: Any) -> str:

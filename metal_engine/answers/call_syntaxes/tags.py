@@ -29,15 +29,16 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 class TagSyntax:
     """Exact form of calls as tags. Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`.
 
-    Templates may have ``{name}``, ``{number}`` and ``~``, which stands for optional white space.
+    Templates may have ``{name}``, ``{number}`` (one to three digits), ``{type}`` (a word for the type of an argument)
+    and ``~`` (optional white space).
 
     Attributes:
         mark: mark that begins the calls.
         call: template of the opening tag of a call.
         argument: template of the opening tag of an argument.
         value_end: text that ends a value: the closing tag of an argument, or its beginning.
-        argument_end: rest of the closing tag.
-        call_end: closing tag of a call.
+        argument_end: rest of an argument's closing tag after ``value_end``; empty if there is no rest.
+        call_end: closing tag of a call; empty if ``end`` follows the arguments.
         end: mark that ends the calls.
         without: texts that a string value cannot contain.
         hidden: prefix of string values that the reader decodes, such as ``<![CDATA[``; empty if there are none.
@@ -156,7 +157,10 @@ class TagSyntax:
         return calls if at == len(text) else None
 
     def _read_arguments(self, text: str, at: int, tool: ToolSchema) -> tuple[str, int] | None:
-        """Return the arguments that begin at a position, as JSON text, and the position after the call."""
+        """Return the arguments that begin at a position, as JSON text, and the position after the call.
+
+        Return None if the text is not in this form.
+        """
         listed, others = tool.arguments()
         schemas = {argument.name: argument.schema for argument in listed}
         written: dict[str, str] = {}
@@ -175,7 +179,10 @@ class TagSyntax:
         return object_text(written), after_space(text, at + len(self.call_end))
 
     def _read_value(self, text: str, opening: re.Match[str], tool: ToolSchema, schema: Any) -> tuple[str, int] | None:
-        """Return the value after an opening tag, as JSON text, and the position after ``value_end``."""
+        """Return the value after an opening tag, as JSON text, and the position after ``value_end``.
+
+        Return None if there is no valid value.
+        """
         return self._values.read(text, opening.end(), tool, schema)
 
     @cached_property

@@ -38,7 +38,7 @@ class Argument:
 
     Attributes:
         name: name of the argument.
-        schema: schema of the value. References start at the tool's schema.
+        schema: schema of the value. Its references are relative to the tool's schema.
         is_required: True if a call must have the argument.
     """
 
@@ -57,7 +57,7 @@ class ToolSchema:
     Attributes:
         name: name of the tool.
         is_strict: True if the tool requests that calls match the schema exactly.
-        place: name of the schema in the request.
+        place: path of the schema in the request, for messages.
     """
 
     def __init__(self, index: int, tool: dict[str, Any]) -> None:
@@ -84,10 +84,10 @@ class ToolSchema:
 
     @cached_property
     def schema(self) -> Schema:
-        """Schema of the arguments, an object. Objects are closed as in forced calls.
+        """Schema of the arguments, which are an object. Closed by :func:`metal_engine.json_schemas.closed.closed`.
 
         Raises:
-            ParameterError: the parameters are not the schema of an object.
+            ParameterError: the parameters are not the schema of an object, or cannot be closed.
         """
         schema = tool_parameters(self._index, self._tool)
         try:
@@ -131,11 +131,14 @@ class ToolSchema:
     def arguments(self, schema: Any = None) -> tuple[list[Argument], Any]:
         """Return the properties of an object, and the schema of its other properties; False if it has no others.
 
-        An object with ``anyOf`` or ``oneOf`` gets the properties of all branches. Those that only some of the branches
-        require are optional.
+        An object with ``anyOf`` or ``oneOf`` gets the properties of all branches. A property that only some of the
+        branches require is optional.
 
         Args:
             schema: part of the tool's schema that describes the object; None for the arguments.
+
+        Raises:
+            ParameterError: the tool's schema is invalid, as for :attr:`schema`.
         """
         found = _Properties()
         self._collect(self.schema if schema is None else schema, found, 0)
@@ -189,7 +192,7 @@ class ToolSchema:
         return kinds
 
     def allows(self, schema: Any, value: bool | int | float | None, depth: int = 0) -> bool:
-        """Return True if a schema allows a boolean, a number or None. False if this method cannot decide that."""
+        """Return True if a schema is sure to allow ``value``. Return False if not, or if this method cannot decide."""
         if not isinstance(schema, dict):
             return bool(schema)
         if depth > _MAX_DEPTH or not _UNKNOWN.isdisjoint(schema):
@@ -266,7 +269,7 @@ def _named(kinds: Any) -> list[str]:
 
 
 def _wider(kinds: Any) -> Iterator[str]:
-    """Yield types, and ``integer`` after ``number``."""
+    """Yield the given types, and ``integer`` after ``number``, because an integer is a number."""
     for kind in kinds:
         yield kind
         if kind == "number":

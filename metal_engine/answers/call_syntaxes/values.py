@@ -44,7 +44,7 @@ def python_literals(tool: ToolSchema, schema: Any) -> list[str]:
 
 
 def json_of(tool: ToolSchema, schema: Any, kinds: frozenset[str]) -> str:
-    """Return a Lark expression for the JSON values of some types that a schema allows."""
+    """Return a Lark expression for the JSON values that a schema allows and whose types are in ``kinds``."""
     alone = tool.alone(schema)
     if tool.kinds(schema) - kinds:
         definitions = {"$defs": alone.pop("$defs")} if isinstance(alone, dict) and "$defs" in alone else {}
@@ -53,14 +53,14 @@ def json_of(tool: ToolSchema, schema: Any, kinds: frozenset[str]) -> str:
 
 
 def after_space(text: str, at: int) -> int:
-    """Return the position after white space at a position."""
+    """Return the position of the first character at or after ``at`` that is not white space."""
     found = _SPACES.match(text, at)
     assert found is not None
     return found.end()
 
 
 def not_expressible(kinds: frozenset[str], *marks: str) -> NotExpressibleError:
-    """Return the error about a schema of which a format cannot express any value.
+    """Return the error for a schema if a format cannot express any of its values.
 
     Args:
         kinds: JSON types that the schema allows.
@@ -70,9 +70,10 @@ def not_expressible(kinds: frozenset[str], *marks: str) -> NotExpressibleError:
 
 
 class RawValues:
-    """Values of a format with tags.
+    """Grammars and a reader for the values of arguments in a format with tags.
 
-    Strings of an argument that also allows objects or arrays cannot begin like JSON objects or arrays.
+    If an argument allows both strings and objects or arrays, the grammar allows no string that begins like a JSON
+    object or array.
 
     Args:
         end: text that ends a value.
@@ -120,7 +121,7 @@ class RawValues:
             pad = self._pad if limited else ""
             if terminal is not None:
                 options.append(f"{string(pad)} " * bool(pad) + rules.text_until(terminal, pad + self._end))
-                # Other texts are scalars, too, if the reader finds that the schema allows them.
+                # Any text includes the scalars: the reader returns a text as a scalar if the schema allows it.
                 others = others if limited else compound
         gap = GAP if self._pad else ""
         if others:

@@ -61,7 +61,7 @@ class DSMLCalls:
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
         """Return the calls in a text. Raises an exception of any type if the text has anything else.
 
-        Some calls have one JSON object in place of the tags of arguments.
+        The arguments of a call may also be one JSON object in place of tags.
         """
         if text.lstrip().startswith(("{", "[")):
             return JSON_CALLS.parse_tool_call(text)
