@@ -56,7 +56,7 @@ def render(
     Args:
         messages: plain data from :func:`plain_messages`.
         variables: other variables of the template, as plain data.
-        max_chars: maximum length of the rendered text.
+        max_chars: maximum length of the rendered text in characters; None: no limit.
 
     Raises:
         ValueError: the template refuses the messages or takes too long for them.
@@ -103,7 +103,12 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def compiled(source: str) -> jinja2.Template:
-    """Compile a template, or return it from the cache. Compiling has its own work budget."""
+    """Compile a template, or return it from the cache. Compiling has its own work budget.
+
+    Raises:
+        TemplateBudgetError: compiling takes too long.
+        jinja2.TemplateSyntaxError: the source is not a valid template.
+    """
     with _compiling, spending(Budget(_WORK)):
         return _compiled(source)
 
@@ -115,7 +120,10 @@ def templates_of(hf_tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def texts_of_template(source: str) -> tuple[list[str], list[str]]:
-    """Return two lists: all texts in a template's source, and the texts that the template searches for in its input."""
+    """Return two lists: all texts in a template's source, and the texts that the template searches for in its input.
+
+    Both lists are empty if the source cannot be parsed.
+    """
     try:
         tree = syntax_tree(source)
     except (jinja2.TemplateError, ValueError):
@@ -146,11 +154,11 @@ def _constants(tree: nodes.Node) -> list[str]:
 def plain_messages(messages: list[Any]) -> list[Message]:
     """Convert messages to the form that templates read.
 
-    The result is plain data without None values. Reasoning, which may have any of its field names, is also stored as
-    ``thinking`` and ``reasoning_content``.
+    The result is plain data (see :func:`plain`), without fields that are None. The reasoning of a message may be in the
+    field ``reasoning_content``, ``thinking`` or ``reasoning``. The result has it in the first two of these fields.
 
     Raises:
-        ValueError: the messages are not a conversation.
+        ValueError: there are no messages, or a message is not a mapping.
     """
     if not messages:
         raise ValueError("a conversation needs at least one message")
@@ -222,7 +230,15 @@ def _size(value: Any) -> int:
 def _to_continue(
     messages: list[Message], field: Any, variables: dict[str, Any], source: str
 ) -> tuple[list[Message], str]:
-    """Return the messages with a tag at the end of the last message's text, and that text without the tag."""
+    """Return the messages with a tag at the end of the last message's text, and that text without the tag.
+
+    Args:
+        field: name of the field to continue. ``content`` if it is not a text.
+        source: source of the chat template.
+
+    Raises:
+        ValueError: the last message has no such text, or the template cannot continue it.
+    """
     if variables.get("add_generation_prompt"):
         raise ValueError("continue_final_message and add_generation_prompt exclude each other")
     field = field if isinstance(field, str) else "content"
@@ -246,7 +262,7 @@ def _to_continue(
 
 
 def _cut(rendered: str, final: str) -> str:
-    """Return the rendered text up to the tag."""
+    """Return the rendered text up to the tag. Raises ValueError if the template left out the message ``final``."""
     at = rendered.rfind(_CONTINUE_HERE.strip())
     if at < 0 or final.strip() not in rendered:
         raise ValueError("the chat template leaves out the final message, so it cannot be continued")

@@ -29,7 +29,7 @@ def joined(contents: Iterable[Content], separator: str) -> Content:
 
 
 def without_images(content: Content) -> tuple[str, list[Part]]:
-    """Return the text of a content, and its images."""
+    """Return the text of a content, joined without separators, and its image parts."""
     if isinstance(content, str):
         return content, []
     texts = [part["text"] for part in content if part["type"] == "text"]

@@ -106,7 +106,9 @@ class ControlTokens:
             Token ids of the prompt.
 
         Raises:
-            ValueError: the request contains all characters that could be stand-ins, or ``render`` raised it.
+            ValueError: the request contains all characters that could be stand-ins, or ``render`` or ``encode`` raised
+                the error.
+            Cancelled: the request was cancelled.
         """
         given = [part for part in parts([messages, variables]) if isinstance(part, str)]
         is_normalized_mark = self._normalized is not None and any(map(self._has_normalized, given))
@@ -244,7 +246,11 @@ class ControlTokens:
         return False
 
     def _stand_ins(self, texts: list[str]) -> str:
-        """Return one stand-in for each sign. The stand-ins occur neither in the texts nor in the template."""
+        """Return one stand-in for each sign. The stand-ins occur neither in the texts nor in the template.
+
+        Raises:
+            ValueError: there are no such characters.
+        """
         wide = [text for text in (*texts, self._taken) if not text.isascii()]
         count = len(self._signs)
         for start in range(0, len(STAND_INS) - count, count):

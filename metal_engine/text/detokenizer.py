@@ -24,6 +24,11 @@ class Detokenizer:
     """Decodes token ids to text, one token at a time.
 
     Returns whole characters at once, and holds back the bytes of an incomplete character.
+
+    Args:
+        backend: tokenizer of the ``tokenizers`` library.
+        prompt_token_ids: tokens before the first new token. Their text is not returned.
+        skip_special_tokens: True to leave special tokens out of the text.
     """
 
     def __init__(self, backend: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:

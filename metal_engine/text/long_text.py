@@ -53,7 +53,8 @@ def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int
 
     Args:
         backend: ``tokenizers.Tokenizer`` that neither truncates nor pads.
-        max_tokens: limit on the number of tokens. Checked only for texts that are cut.
+        add_special_tokens: True to add the ids that the tokenizer puts around a text, such as BOS.
+        max_tokens: limit on the number of tokens; None: no limit. Checked only for texts that are cut.
 
     Raises:
         TextTooLongError: the text has more than ``max_tokens`` tokens, or it is long and has no place to cut.

@@ -8,7 +8,7 @@ from functools import cached_property
 from metal_engine.text.chat_template import Message
 
 _TEXT = "text of a part"
-# Text of a list that a template writes without looking into it.
+# Text in the output of a template that writes a list of parts as Python spells it, without reading the parts.
 _LIST = "'type'"
 
 
@@ -45,7 +45,7 @@ class MessageRules:
 
     @cached_property
     def takes_content_or_thinking(self) -> bool:
-        """True if a message with calls may have either content or ``thinking``, as in gpt-oss's template."""
+        """True if a message with calls may not have both content and ``thinking``, as in gpt-oss's template."""
         function = {"name": "function", "arguments": {}}
         message = {"role": "assistant", "thinking": "thinking", "tool_calls": [{"id": "call", "function": function}]}
         return self._renders({**message, "content": ""}) and not self._renders({**message, "content": "content"})
@@ -63,7 +63,10 @@ class MessageRules:
         return with_image is not None and _LIST not in with_image and with_image != self._rendered_result(text)
 
     def _rendered_result(self, content: list[dict[str, str]]) -> str | None:
-        """Return a conversation with the result of a call; None if the template refuses it."""
+        """Return the rendered text of a conversation with ``content`` as the result of a call.
+
+        Return None if the template refuses the conversation.
+        """
         call = {"id": "call", "type": "function", "function": {"name": "function", "arguments": {}}}
         messages: list[Message] = [
             {"role": "user", "content": "question"},
@@ -83,7 +86,7 @@ class MessageRules:
         return _TEXT in text and _LIST not in text
 
     def _renders(self, answer: Message) -> bool:
-        """Return True if the template accepts an answer to a question."""
+        """Return True if the template accepts a user message that is followed by ``answer``."""
         try:
             self._render([{"role": "user", "content": "question"}, answer])
         except ValueError:
@@ -91,7 +94,7 @@ class MessageRules:
         return True
 
     def _takes(self, *roles: str) -> bool:
-        """Return True if the template writes every message of such a conversation, in the given order."""
+        """Return True if the template writes every message of a conversation with these roles, in the given order."""
         messages = [{"role": role, "content": f"content{i}of{role}"} for i, role in enumerate(roles)]
         try:
             text = self._render(messages)

@@ -53,7 +53,7 @@ class OutputText:
         """Fill in the text of the output's new tokens, and the counts.
 
         A stop string in the text finishes the output: ``finish_reason`` and ``stop_reason`` are set, and the tokens
-        after it are removed. The caller must then end the request in the engine.
+        after the stop string are removed. The caller must then end the request in the engine.
         """
         params, stop_strings = self._params, self._stop_strings
         begin = text_end = self._text_end

@@ -16,7 +16,7 @@ class StopPrefix:
         depth: length of the prefix.
         longer: prefixes that are one character longer, keyed by their last character.
         shorter: longest proper suffix of this prefix that is also a prefix of a stop string; None for the root.
-        stop: longest stop string that this prefix ends with, if there is one.
+        stop: longest stop string that this prefix ends with; None if there is none.
     """
 
     depth: int
@@ -25,7 +25,7 @@ class StopPrefix:
     stop: str | None = None
 
     def after(self, ch: str) -> StopPrefix:
-        """Return the longest prefix that the text ends with after ``ch`` is appended."""
+        """Return the longest prefix that the text ends with once ``ch`` follows this prefix."""
         node = self
         while ch not in node.longer:
             if node.shorter is None:
@@ -108,10 +108,10 @@ class StopStrings:
 
 
 class StopStringsOutsideReasoning(StopStrings):
-    """Finds stop strings in text with reasoning between marks. Within the reasoning, they have no effect.
+    """Finds stop strings in text with reasoning between marks. Within the reasoning, stop strings have no effect.
 
-    The white space after the reasoning belongs to it, because the content begins without it. Marks in tool calls and in
-    a structured output are text.
+    White space after the reasoning counts as reasoning, because the parsed content begins without it. Marks in tool
+    calls and in a structured output are text.
 
     Args:
         root: automaton of the stop strings.

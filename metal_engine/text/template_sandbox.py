@@ -39,13 +39,14 @@ from metal_engine.text.template_growth import (
     sum_of_numbers,
 )
 
-# Stand-ins: characters that may replace others during rendering. Hardly any text contains these symbols, and changing
-# case, trimming and quoting do not alter them (Braille, Sutton's sign writing, Byzantine notes). Braille is first:
-# the other symbols lie beyond U+FFFF, for which Python needs twice the memory.
+# Stand-ins: characters that may replace other characters during rendering (:mod:`metal_engine.text.control_tokens`).
+# Hardly any text contains these symbols (Braille, Sutton's sign writing, Byzantine notes), and changing case, trimming
+# and quoting do not alter them. Braille is first: the other symbols lie beyond U+FFFF, for which Python needs twice the
+# memory.
 _STAND_IN_RANGES = (range(0x2801, 0x2900), range(0x1D800, 0x1DA00), range(0x1D000, 0x1D0F6))
 STAND_INS = "".join(chr(code) for codes in _STAND_IN_RANGES for code in codes)
 
-# Filters and tests that read the whole value. Others read only its length or nothing.
+# Filters and tests whose cost grows with the whole value. The cost of others grows with its length, or is fixed.
 _DEEP = frozenset(
     {
         "capitalize", "center", "dictsort", "e", "escape", "forceescape", "format", "groupby", "indent", "join",
@@ -55,6 +56,7 @@ _DEEP = frozenset(
         "ge", ">=",
     }
 )  # fmt: skip
+# Filters that read neither the value nor its length.
 _FREE = frozenset({"length", "count", "default", "d", "first", "last", "attr", "safe"})
 # Arguments that jinja2 adds to calls inside loops and blocks, and removes before the call.
 _OF_JINJA = ("_loop_vars", "_block_vars")
@@ -63,7 +65,11 @@ _LEFT_OUT_FILTERS = ("urlize", "pprint")
 
 
 def _bounded(name: str, function: Callable[..., Any], growth: Callable[..., int] | None = None) -> Callable[..., Any]:
-    """Return the filter or test wrapped so that it first spends its cost."""
+    """Return the filter or test wrapped so that it first spends its cost.
+
+    Args:
+        growth: returns the additional cost in characters (:mod:`metal_engine.text.template_growth`).
+    """
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
     is_deep, is_free = name in _DEEP, name in _FREE
 
@@ -172,7 +178,7 @@ def _through(name: str, node: Any) -> nodes.Expr:
 
 
 def _made(value: Any) -> Any:
-    """Return a new list after spending its own memory. Its contents are paid for already."""
+    """Return a new list after spending the cost of its memory. The cost of its contents is already spent."""
     current_budget().spend(STEP * len(value))
     return value
 
@@ -195,7 +201,13 @@ _SYNTAX: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensio
 
 
 def syntax_tree(source: str) -> nodes.Template:
-    """Parse a template without changing it. Raises jinja2.TemplateSyntaxError."""
+    """Return the syntax tree of a template, without the operations that spend from a budget.
+
+    Raises:
+        jinja2.TemplateSyntaxError: the template is not valid.
+        ValueError: a number has more digits than Python reads.
+        RecursionError: the template is nested too deeply.
+    """
     return jinja2.Environment(**_SYNTAX).parse(source)
 
 

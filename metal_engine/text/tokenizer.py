@@ -124,8 +124,9 @@ class Tokenizer:
             add_special_tokens: True to add the ids that the tokenizer puts around a raw prompt, such as BOS.
 
         Raises:
-            ValueError: the text is not valid Unicode.
-            TextTooLongError: the text is too long for a :meth:`limited` tokenizer.
+            ValueError: the text is not valid Unicode, or the tokenizer cannot tokenize it.
+            TextTooLongError: the text is too long, for example for a :meth:`limited` tokenizer.
+            Cancelled: the request was cancelled.
         """
         return self._encode(self.hf_tokenizer.backend_tokenizer, text, add_special_tokens)
 
@@ -273,8 +274,10 @@ class Tokenizer:
             Token ids of the prompt. By default it ends with the generation prompt.
 
         Raises:
-            ValueError: the model has no chat template, or the template refuses the messages.
-            TextTooLongError: the conversation is too long for a :meth:`limited` tokenizer.
+            ValueError: the model has no chat template, the template refuses the messages, or the rendered text cannot
+                be encoded.
+            TextTooLongError: the conversation is too long, for example for a :meth:`limited` tokenizer.
+            Cancelled: the request was cancelled.
         """
         if not self.hf_tokenizer.chat_template:
             raise ValueError("the model has no chat template; use /v1/completions with a plain prompt")
@@ -322,8 +325,9 @@ class Tokenizer:
         """Fill texts into a template at ``{name}``, and encode it. Control tokens spelled in the texts stay text.
 
         Raises:
-            ValueError: a text is not valid Unicode.
+            ValueError: a text is not valid Unicode, or cannot be encoded.
             TextTooLongError: the texts are too long.
+            Cancelled: the request was cancelled.
         """
         if self._max_chars is not None and sum(map(len, texts.values())) > self._max_chars:
             raise self._too_long()
