@@ -33,7 +33,8 @@ class ImageError(ValueError):
 
     Attributes:
         index: index of the image in the request.
-        message: description of the fault, to append to the place of the image. Begins with a space or a colon.
+        message: description of the fault, to append to the path of the image in the request. Begins with a space or a
+            colon.
     """
 
     def __init__(self, index: int, message: str) -> None:
@@ -49,7 +50,7 @@ class DecodedImage:
     Attributes:
         grid: numbers that determine the image's tokens (:class:`metal_engine.media.families.base.ImageFamily`).
         num_tokens: number of the image's tokens.
-        inputs: inputs of the encoder; None if the images up to this one have too many tokens.
+        inputs: inputs of the encoder by name; None if the images up to and including this one have too many tokens.
         content_hash: hash of the grid and the inputs; empty without inputs.
     """
 
@@ -142,11 +143,17 @@ class _Work:
     def __init__(self, connect: Callable[[], socket.socket], turns: FairQueue) -> None:
         self._connect, self._turns = connect, turns
         self._channel: socket.socket | None = None  # during a turn
-        self._used = 0.0  # CPU time in seconds
-        self._time: float | None = None  # used time in the order of turns
+        self._used = 0.0  # CPU time of this request in seconds
+        self._time: float | None = None  # time of this request in ``FairQueue``; None before the first turn
 
     def decode(self, index: int, data: bytes, detail: str, max_tokens: int) -> DecodedImage:
-        """Return an image, with its inputs if it has at most ``max_tokens`` tokens."""
+        """Return an image, with its inputs if it has at most ``max_tokens`` tokens. Waits for a turn if necessary.
+
+        Raises:
+            ImageError: the image cannot be used. ``index`` is its index in the request.
+            OverloadedError: no process can be started.
+            Cancelled: the request was cancelled.
+        """
         channel = self._turn()
         asked = {"detail": detail, "max_tokens": max_tokens, "seconds": REQUEST_CPU_SECONDS - self._used}
         with contextlib.suppress(OSError):  # if the process has ended, the answer is missing
@@ -175,7 +182,7 @@ class _Work:
         return DecodedImage(grid, num_tokens, arrays, bytes.fromhex(answer["hash"]))
 
     def _turn(self) -> socket.socket:
-        """Return the socket to a fork, in a turn of this request."""
+        """Return the socket to this request's fork. Wait for a turn if the request has none or its turn is over."""
         if self._channel is not None and self._time is not None and self._turns.is_over(self._time):
             self.close()
         if self._channel is None:

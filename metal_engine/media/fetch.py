@@ -48,7 +48,7 @@ def fetch(url: str, allowed_domains: Sequence[str]) -> bytes:
     so that the name cannot resolve to another address later.
 
     Args:
-        allowed_domains: names of hosts.
+        allowed_domains: names of the allowed hosts. Subdomains are not included. If empty, no download is allowed.
 
     Raises:
         FetchError: a host is not allowed, the file is too large, or the download fails or takes too long.
@@ -104,7 +104,13 @@ def _checked(url: str, allowed_domains: Sequence[str]) -> SplitResult:
 
 
 def _connect(parts: SplitResult, deadline: float) -> tuple[http.client.HTTPConnection, socket.socket]:
-    """Return a connection to a host with public addresses, and its socket. A handshake has not begun."""
+    """Return a connection to a host with public addresses, and its socket. The TLS handshake has not begun.
+
+    Raises:
+        FetchError: the host has an address that is not public.
+        OSError: the name cannot be resolved, or no address can be connected in time.
+        Cancelled: the request was cancelled.
+    """
     assert parts.hostname is not None
     is_secure = parts.scheme == "https"
     port = parts.port or (443 if is_secure else 80)
@@ -133,7 +139,15 @@ def _connect(parts: SplitResult, deadline: float) -> tuple[http.client.HTTPConne
 
 
 def _resolved(host: str, port: int, deadline: float) -> list[tuple[str, int]]:
-    """Return the addresses of a host. After the deadline, the resolver continues in a thread of its own."""
+    """Return the addresses of a host, each with the port. Resolves the name in a separate thread.
+
+    After the deadline, or if the request is cancelled, the thread continues until the resolver returns.
+
+    Raises:
+        FetchError: too many names are being resolved.
+        OSError: the name cannot be resolved, or the deadline has passed.
+        Cancelled: the request was cancelled.
+    """
     if not _resolving.acquire(blocking=False):
         raise FetchError(f"cannot be downloaded: {_MAX_RESOLVING} other host names are being resolved")
     done: Future[list[tuple[str, int]]] = Future()
@@ -159,7 +173,10 @@ def _resolved(host: str, port: int, deadline: float) -> list[tuple[str, int]]:
 
 
 def is_public(address: str) -> bool:
-    """Return True if an address is one of the public internet. An IPv4 address within an IPv6 address counts."""
+    """Return True if an address belongs to the public internet.
+
+    If an IPv6 address contains an IPv4 address, the IPv4 address decides.
+    """
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
         within = parsed.ipv4_mapped or parsed.sixtofour

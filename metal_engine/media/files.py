@@ -27,7 +27,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# Factors of gray values of 2 and of 4 bits, by Pillow's names of these modes.
+# Factors that scale gray values of 2 and of 4 bits to 8 bits, by Pillow's names of these modes.
 _GRAY_FACTORS = {"L;2": 85, "L;4": 17}
 # 8-bit values of 16-bit gray values.
 _EIGHT_BITS = [round(value / 257) for value in range(1 << 16)]

@@ -50,14 +50,17 @@ def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[Image
 def insert_images(
     processing: ImageProcessing | None, prompt: list[int], sources: Sequence[ImageSource], config: EngineConfig
 ) -> tuple[list[int], PromptImages | None]:
-    """Return the token ids of a prompt with its images, and the images.
+    """Return the token ids of a prompt with its images, and the images. They are None for a prompt without images.
 
     Args:
         processing: processing of the model's images; None if the model takes no images.
         prompt: token ids with a placeholder for each image.
+        sources: image files in the order of the placeholders.
 
     Raises:
-        ValueError: an image cannot be used.
+        ValueError: an image cannot be used, or the model takes no images.
+        PromptError: the chat template did not write one placeholder for each image.
+        OverloadedError: the images of all requests take too much memory, or no process can be started.
     """
     if not sources:
         return prompt, None

@@ -26,12 +26,14 @@ class NewlineJoiner:
 
     @cached_property
     def _counts(self) -> dict[int, int]:
-        """Return the numbers of newlines of the tokens that consist of newlines, by token id."""
+        """Number of newlines in each token that consists of newlines, by token id."""
         encoded = [(count, self._encode("\n" * count)) for count in range(1, _MOST_NEWLINES + 1)]
         return {ids[0]: count for count, ids in encoded if len(ids) == 1}
 
     def join(self, pieces: list[np.ndarray]) -> None:
-        """Join newlines in place. The joined token becomes part of the image. Features keep their indices in the piece.
+        """Join newlines at the borders of pieces. Replaces items of ``pieces``.
+
+        The joined token becomes part of the image's piece. Feature tokens keep their indices in the piece.
 
         Args:
             pieces: token ids of text and images in turn, beginning with text. A text may be empty.

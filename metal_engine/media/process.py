@@ -98,7 +98,13 @@ def _content_hash(grid: Grid, arrays: dict[str, np.ndarray]) -> str:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Limit the CPU time of the work on an image, and raise errors as :class:`_Refused`."""
+    """Limit the CPU time of the work on an image, and raise ValueError as :class:`_Refused`.
+
+    After this time, the kernel ends the process.
+
+    Args:
+        seconds: remaining CPU time of the request. The time for an image is also at most ``IMAGE_CPU_SECONDS``.
+    """
     signal.setitimer(signal.ITIMER_PROF, max(min(IMAGE_CPU_SECONDS, seconds), 1e-3))
     try:
         yield

@@ -66,7 +66,7 @@ class ImageProcessing:
             allows_files: True to read files on this machine.
 
         Raises:
-            ImageError: a file cannot be read, or the files are too large together.
+            ImageError: a file cannot be read, or the files together are too many, too large or downloaded too slowly.
             Cancelled: the request was cancelled.
         """
         if len(sources) > MAX_IMAGES:
@@ -90,6 +90,7 @@ class ImageProcessing:
 
         Args:
             files: contents of image files.
+            details: ``high`` or ``low`` for each file.
             max_tokens: maximum number of tokens of all images. If they have more, some images have no inputs. 0 if only
                 the numbers of tokens are needed.
 
@@ -136,7 +137,7 @@ class ImageProcessing:
             Token ids of the prompt, and its images. Images without inputs have no entries in ``inputs``.
 
         Raises:
-            PromptError: the prompt has another number of placeholders.
+            PromptError: the number of placeholders in the prompt differs from the number of images.
         """
         given = np.array(token_ids, np.int64)
         places = np.flatnonzero(given == self._placeholder_id)
@@ -177,10 +178,14 @@ class ImageProcessing:
         return whole, np.flatnonzero(whole == self._image_token_id)
 
     def _axes(self, num_tokens: int, spans: list[tuple[int, Grid]]) -> AxesPositions:
-        """Return the positions of a prompt's tokens in time, height and width.
+        """Return the positions of a prompt's tokens in time, height and width, [3, num_tokens] int32.
 
-        The tokens of an image have the position of its first token, plus their places in the image. The text after it
-        continues at the largest position of the image plus 1.
+        The tokens of an image have the position of its first token, plus their places in the image. The text after the
+        image continues at the largest position of the image plus 1.
+
+        Args:
+            num_tokens: number of tokens of the prompt.
+            spans: for each image, the position of its first feature token in the prompt, and its grid.
         """
         positions = np.empty((3, num_tokens), np.int32)
         at = following = 0

@@ -28,7 +28,10 @@ _SPACE = b" \t\r\n"
 
 
 class SourceError(ValueError):
-    """An image whose file cannot be read. The message describes the fault, after the place of the image."""
+    """An image whose file cannot be read.
+
+    The message is a text to append to the path of the image in the request. It begins with a space or a colon.
+    """
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class ImageSource:
     """Place of an image file in a request.
 
     Attributes:
-        url: a ``data:``, ``http:`` or ``https:`` URL, or a path for local callers.
+        url: a ``data:``, ``http:`` or ``https:`` URL; for local callers also a path or a ``file:`` URL.
         place: path of the field in the request, for error messages.
         detail: ``low`` for fewer tokens.
         is_base64: True if ``url`` is base64 data without the start of a data URL.
@@ -85,7 +88,8 @@ def decode_base64(text: str, start: int = 0) -> bytes:
     """Decode base64 from character ``start`` on. White space is ignored.
 
     Raises:
-        SourceError: the text is not base64, or the file is too large.
+        SourceError: the text is not base64 or is empty, or the file is too large.
+        Cancelled: the request was cancelled.
     """
     if (len(text) - start) * 3 // 4 > MAX_FILE_BYTES + 4:
         raise SourceError(f" has more than {MAX_FILE_BYTES >> 20} MiB")
@@ -123,7 +127,11 @@ def _read_file(name: str) -> bytes:
 
 
 def _path(name: str) -> Path:
-    """Return the path that a local caller gave as a path or as a ``file:`` URL."""
+    """Return the path that a local caller gave as a path or as a ``file:`` URL. Expands ``~`` in a path.
+
+    Raises:
+        SourceError: the URL names another host, or the path contains a null character.
+    """
     if name[:5].lower() == "file:":
         host, slash, rest = name[5:].removeprefix("//").partition("/")
         if host.lower() not in ("", "localhost"):

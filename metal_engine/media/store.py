@@ -27,7 +27,8 @@ class LoadedImage:
     Attributes:
         content_hash: hash of the grid and the inputs; empty if the inputs have never been computed.
         grid: numbers that determine the image's tokens.
-        inputs: inputs of the encoder; None if the images of the request have too many tokens, or were not decoded.
+        inputs: inputs of the encoder by name. None if the images of the request have too many tokens, if the image was
+            not decoded, or if the store has dropped the inputs.
     """
 
     content_hash: bytes
@@ -36,9 +37,9 @@ class LoadedImage:
 
 
 class ImageStore:
-    """Grids of image files, and inputs of the encoder. The least recently used are dropped. Thread-safe.
+    """Cache of the grids of image files, and of the encoder's inputs. Drops the least recently used. Thread-safe.
 
-    Different files can have the same inputs, so inputs have a key of their own: the content hash.
+    Different files can have the same inputs, so inputs have a separate key: the content hash.
     """
 
     def __init__(self, max_input_bytes: int = _MAX_INPUT_BYTES) -> None:
@@ -68,7 +69,11 @@ class ImageStore:
             return LoadedImage(content_hash, grid, self._inputs.get(content_hash))
 
     def add(self, file: bytes, image: LoadedImage) -> LoadedImage:
-        """Keep an image. Return it with the inputs that are kept for its content hash, if there are any."""
+        """Store the image of a file. Return the image, with the inputs that are already stored for its content hash.
+
+        Args:
+            file: hash of the file.
+        """
         with self._lock:
             if image.inputs is None and file in self._files:
                 return image

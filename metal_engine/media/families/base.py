@@ -25,8 +25,10 @@ def integer_pixels(pixels: np.ndarray, scale: np.ndarray, offset: np.ndarray, la
     """Return the pixels of an image as inputs of the encoder, which scales them (:mod:`metal_engine.prompt_images`).
 
     Args:
-        pixels: integers from 0 to 255 of any type.
-        scale, offset: factor and summand of each channel, [3].
+        pixels: integers from 0 to 255 of any type. They are returned as uint8.
+        scale, offset: factor and summand of each channel, [3]. They are returned as float32, in a shape that broadcasts
+            to ``pixels``.
+        layout: order of the last axes of ``pixels``.
     """
     by_channel = []
     for values in (scale, offset):
@@ -84,7 +86,7 @@ class ImageFamily(ABC):
 
     @abstractmethod
     def segments(self, grid: Grid) -> list[str | int]:
-        """Return the text that replaces the image's placeholder. A number is a number of feature tokens."""
+        """Return the pieces that replace the image's placeholder: texts, and numbers of feature tokens."""
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ _LIMITS = (1120, 560, 280, 140, 70)
 
 
 class Gemma4(ImageFamily):
-    """The grid has the numbers of rows and columns of features."""
+    """Image processing of Gemma 4. The grid has the numbers of rows and columns of features."""
 
     @cached_property
     def _processor(self) -> Any:

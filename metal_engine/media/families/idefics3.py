@@ -15,7 +15,10 @@ _FRAME, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
 class Idefics3(ImageFamily):
-    """The grid has the numbers of rows and columns of tiles, both 0 for an image of one tile."""
+    """Image processing of Idefics 3 and SmolVLM.
+
+    The grid has the numbers of rows and columns of tiles. Both are 0 for an image of one tile.
+    """
 
     @cached_property
     def _processor(self) -> Any:

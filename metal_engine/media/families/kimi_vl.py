@@ -21,7 +21,7 @@ _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27
 
 
 class KimiVL(ImageFamily):
-    """The grid has the numbers of patches in height and width."""
+    """Image processing of Kimi-VL. The grid has the numbers of patches in height and width."""
 
     @property
     def _side(self) -> int:
@@ -47,7 +47,7 @@ class KimiVL(ImageFamily):
         return max(rows * count for rows, count in enumerate(columns, 1))
 
     def _scaled(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size of the image within the limit of patches."""
+        """Return the width and height of the image in pixels, scaled down to the maximum number of patches."""
         patch, most = self.vision.patch_size, self._max_patches
         num_patches = (width // patch) * (height // patch)
         if num_patches <= most:
@@ -56,7 +56,7 @@ class KimiVL(ImageFamily):
         return int(width * scale), int(height * scale)
 
     def _whole(self, length: int) -> int:
-        """Return the length of a side of whole features."""
+        """Return the length of a side in pixels, rounded to whole features: up if images are padded, otherwise down."""
         if self.vision.processor.get("pad_input", False):
             return math.ceil(length / self._side) * self._side
         return length // self._side * self._side

@@ -19,7 +19,10 @@ _START, _END, _THUMBNAIL = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|
 
 
 class Lfm2VL(ImageFamily):
-    """The grid has the rows and columns of tiles, and the rows and columns of features of the resized image."""
+    """Image processing of LFM2-VL.
+
+    The grid has the rows and columns of tiles, and the rows and columns of features of the resized image.
+    """
 
     @property
     def _patch(self) -> int:
@@ -126,7 +129,10 @@ class Lfm2VL(ImageFamily):
         return grid, self._packed(views)
 
     def _packed(self, views: list[Image.Image]) -> dict[str, np.ndarray]:
-        """Return the patches of each view, padded to the same number. The encoder masks the padding."""
+        """Return the patches of each view, padded to the same number. The encoder masks the padding.
+
+        The pixels have the shape [views, patches, patch size squared * 3].
+        """
         patch = self._patch
         features = int(self._setting("max_image_tokens", 256)) * int(self._setting("downsample_factor", 2)) ** 2
         num_patches = features

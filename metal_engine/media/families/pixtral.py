@@ -17,7 +17,7 @@ _ROW_END, _IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
 
 
 class Pixtral(ImageFamily):
-    """The grid has the numbers of features in height and width."""
+    """Image processing of Pixtral and Mistral 3. The grid has the numbers of features in height and width."""
 
     @property
     def _side(self) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class QwenVL(ImageFamily):
-    """The grid has the numbers of patches in time, height and width."""
+    """Image processing of Qwen2-VL to Qwen3.5. The grid has the numbers of patches in time, height and width."""
 
     has_axes = True
 
