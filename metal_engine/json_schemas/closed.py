@@ -73,10 +73,11 @@ class _Role:
         self.key = (is_whole, shared)
 
     def at(self, name: Any) -> _Role:
-        """Return the role of the schema of a property."""
+        """Return the role of the schema of a property; ``name`` is ``LIST`` for the items of a list."""
         return _PLAIN if self.shared is None or name in self.shared else _WHOLE
 
 
+# ``_WHOLE``: the only schema of its value, to be closed. ``_PLAIN``: nothing within the schema is closed.
 _WHOLE = _Role(True, frozenset())
 _PLAIN = _Role(False, None)
 
@@ -185,7 +186,10 @@ class _Closing:
     # --- closing ---
 
     def _close(self, schema: Schema) -> None:
-        """Close an object if its schema is the only one for its value."""
+        """Close the copy of an object's schema in place.
+
+        Leaves a schema unchanged if it limits its properties itself, or if other schemas apply to the same object.
+        """
         if (
             not LIMITING.isdisjoint(schema)
             or not APPLICATORS.isdisjoint(schema)

@@ -49,7 +49,7 @@ class Names:
 
     Attributes:
         count: for each name, the number of schemas that define the property and apply together; 0 if the name is only
-            listed as required.
+            listed as required. The key ``LIST`` stands for the items of a list.
         has_object: True if one of the schemas describes objects that can be closed.
         is_open: True if one of the schemas limits the properties or values itself.
         is_known: True if the names are complete.
@@ -109,7 +109,12 @@ class Document:
             raise ValueError("the schema has too many references and compositions")
 
     def resolve(self, pointer: str) -> Any:
-        """Return the target of a reference within the document."""
+        """Return the target of a reference within the document.
+
+        Raises:
+            NotUnderstoodError: the target does not exist.
+            ValueError: the limit on the effort is exceeded, as in :meth:`spend`.
+        """
         found: Any = self.root
         for part in pointer.removeprefix("#").split("/")[1:]:
             self.spend(0)
@@ -142,10 +147,14 @@ class Document:
         return self._strict and (kind == "object" or (isinstance(kind, list) and "object" in kind))
 
     def names_of(self, schema: Any, within: tuple[str, ...], depth: int) -> Names:
-        """Return the property names in a schema and in all schemas that apply together with it.
+        """Return the property names in a schema and in all schemas that apply to the same value through it.
 
         Args:
             within: references that have been followed to reach this schema.
+
+        Raises:
+            NotUnderstoodError: the target of a reference cannot be determined.
+            ValueError: a limit is exceeded, as in :meth:`spend`.
         """
         self.spend(depth)
         names = Names()

@@ -80,8 +80,8 @@ class SchemaFault:
 def schema_fault(schema: Any) -> SchemaFault | None:
     """Return the first keyword whose value has the wrong type; None if there is none.
 
-    Unknown keywords, unknown types and references without a target are no faults. The inner schemas of a schema that is
-    nested too deeply are not checked.
+    Unknown keywords, unknown types and references without a target are not faults. Schemas that are nested more than
+    ``_MAX_DEPTH`` levels deep are not checked.
     """
     waiting: list[tuple[Any, _Place, int]] = [(schema, None, 0)]
     while waiting:
