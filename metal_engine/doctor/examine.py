@@ -30,7 +30,7 @@ OK, WARNING, FAILED = "ok", "WARN", "FAIL"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``status`` is empty for facts that are not checked."""
+    """One line of the report. ``status`` is ``OK``, ``WARNING`` or ``FAILED``; empty for facts that are not checked."""
 
     label: str
     text: str

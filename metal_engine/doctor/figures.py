@@ -1,4 +1,4 @@
-"""Measured figures of the full report, what they should be, and verdicts."""
+"""Measured figures of the full report, the values that they should have, and verdicts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Promise:
     flag: str = ""
 
     def judge(self, value: float) -> Verdict:
-        """Compare a figure with the promise. NaN is worse. Results cannot be better than right."""
+        """Compare a figure with the promise. NaN is ``WORSE``. For a required promise, the result is never ``BETTER``."""
         margin = self.slack * abs(self.value)
         gain = self.value - value if self.at_most else value - self.value
         if isnan(gain) or gain < -margin:
@@ -67,7 +67,7 @@ class Figure:
         name: description of the measurement.
         value: measured number; None if it could not be measured.
         unit: unit of ``value``; empty for ratios and counts.
-        promise: expected value; None without a value.
+        promise: expected value; None if the figure is only reported.
         note: further numbers of the measurement. Without a value, the reason.
         is_simulated: True if the simulator ran the kernels instead of a GPU.
     """
@@ -81,7 +81,7 @@ class Figure:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict about the figure."""
+        """Verdict about the figure: ``NOT_MEASURED`` without a value or a promise."""
         if self.value is None or self.promise is None:
             return Verdict.NOT_MEASURED
         return self.promise.judge(self.value)
@@ -118,7 +118,7 @@ class SectionResult:
 
     @property
     def is_failure(self) -> bool:
-        """True if the section has failed, or a figure of it has."""
+        """True if the section ended early, or one of its figures shows wrong results."""
         return bool(self.error) or any(figure.is_failure for figure in self.figures)
 
     @classmethod

@@ -21,7 +21,7 @@ from metal_engine.doctor.plan import SECTIONS, Plan, Section
 from metal_engine.doctor.report import summary, write_report
 from metal_engine.python_process import PYTHON, python_environment
 
-# Shortest time that is worth starting a section.
+# Shortest remaining time in seconds in which a section is started.
 _LEAST_SECONDS = 10.0
 _MAX_ERROR = 800  # characters
 
@@ -39,9 +39,9 @@ def choose_plan(simulator: str = "") -> Plan:
 
 
 def fetch_models(models: Sequence[str]) -> None:
-    """Download missing models, which shows its progress and takes none of the report's time.
+    """Download missing models and show the progress. The time does not count toward the report's time limit.
 
-    A model that cannot be downloaded is reported later, by its sections.
+    Raises no error for a model that cannot be downloaded: its sections of the report fail later.
     """
     for model in models:
         if model == DEMO_MODEL or not is_local(model):
@@ -56,7 +56,10 @@ def run_full(
     The report is written after each section, so that an interrupted run leaves a report.
 
     Args:
-        models: models to measure, at least one. Each model has ``plan.seconds``, and the time that earlier models left.
+        models: models to measure, at least one. Each model may take ``plan.seconds``, plus the time that earlier models
+            did not use.
+        plan: sizes of the measurements.
+        folder: folder of the report, which must exist.
         say: callback that receives lines about the progress.
 
     Returns:

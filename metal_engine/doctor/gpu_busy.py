@@ -45,7 +45,7 @@ class BusySamples:
 
 @contextmanager
 def busy_samples() -> Iterator[BusySamples]:
-    """Take samples within the context. There are none on systems other than macOS."""
+    """Take samples while the context is open. On systems other than macOS, no samples are taken."""
     samples, end = BusySamples(), threading.Event()
 
     def run() -> None:

@@ -14,7 +14,7 @@ class Section:
         name: heading in the report.
         module: module in ``metal_engine.doctor.sections`` with a function ``measure(plan, model)``, which yields facts
             and figures.
-        seconds: time limit.
+        seconds: time limit in seconds.
         has_model: True if the section is repeated for each model.
     """
 
@@ -44,8 +44,9 @@ class Plan:
     """Sizes of the measurements. Lengths are in tokens. The defaults are for a Mac and take about ten minutes.
 
     Attributes:
-        seconds: time limit of the report for each model. The first model's includes the sections without a model.
-        batches: numbers of requests at once.
+        seconds: time limit of the report in seconds for each model. For the first model, it includes the sections
+            without a model.
+        batches: numbers of concurrent requests.
         prompt_tokens: length of each prompt.
         output_tokens: length of each output.
         long_prompts: lengths of the prompts whose time to first token is measured.

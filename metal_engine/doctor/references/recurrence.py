@@ -32,7 +32,7 @@ def relative_errors(got: mx.array, expected: np.ndarray) -> np.ndarray:
 
 
 def segments_of(cu_seqlens: mx.array, reads: mx.array) -> Iterator[tuple[slice, int]]:
-    """Yield the rows of every segment, and the row of its initial state, or -1 for zeros."""
+    """Yield the rows of every segment, and the index of its initial state in the states; -1 for zeros."""
     ends: Sequence[int] = np.array(cu_seqlens).tolist()
     for start, end, read in zip(ends, ends[1:], np.array(reads).tolist(), strict=False):
         yield slice(start, end), read

@@ -155,7 +155,7 @@ def index_errors(metal: MetalBackend, index: IndexKind, kinds: Sequence[Attentio
 def _error(
     backend: MetalBackend, kind: AttentionKind, segments: list[tuple[int, int]], selection: KeySelection | None = None
 ) -> float:
-    """Return the largest error of a head's row relative to its norm. NaN counts as infinite."""
+    """Return the largest error of a head's row, relative to the norm of the expected row. NaN counts as infinite."""
     rows = shuffled_rows(segments, _BLOCK_SIZE)
     state = random_state(kind, rows)
     got = attend_random(backend, kind, rows, state, selection)

@@ -18,7 +18,7 @@ _WIRED_STEP = "decode step with wired memory: time relative to without"
 
 
 def measure(plan: Plan, model: str) -> Iterator[Item]:
-    """Yield the peak memory under load, relative to the promised peak."""
+    """Yield the peak memory under load relative to the promised peak, and on Metal the effect of wired memory."""
     if not has_metal():
         peak, promised, _ = use_engine(plan, lambda engine: _load(plan, engine), model)
         yield memory_figure("peak memory", peak, promised)
@@ -34,7 +34,7 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
 
 
 def memory_figure(name: str, peak: int, promised: int) -> Figure:
-    """Return the peak memory relative to the promised peak and its margin, all in bytes."""
+    """Return the peak memory relative to the promised peak plus ``MARGIN_BYTES``. Both arguments are in bytes."""
     note = f"{peak / (1 << 20):,.0f} MiB beside {promised / (1 << 20):,.0f} MiB"
     return Figure(
         f"{name} relative to the promise", peak / (promised + MARGIN_BYTES), promise=at_most(1.0, flag=_FLAG), note=note
