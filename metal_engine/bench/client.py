@@ -27,9 +27,11 @@ class RequestRecord:
         token_times: arrival times of events with text, which may have several tokens each. For an embedding, the
             arrival time of the vector.
         prompt_len: number of prompt tokens in the server's ``usage``.
-        image_len: number of image tokens among them; 0 if the server does not report it.
+        cached_len: number of cached tokens among the prompt tokens; 0 if the server does not report it.
+        image_len: number of image tokens among the prompt tokens; 0 if the server does not report it.
         output_len: number of output tokens in the server's ``usage``.
-        asked_len: requested number of output tokens.
+        asked_len: requested number of output tokens; 0 for an embedding.
+        finish_reason: last ``finish_reason`` in the response; empty if there is none.
         error: reason of a failure; empty for a response as requested.
     """
 

@@ -24,6 +24,8 @@ class BenchRequest:
     """One request.
 
     Attributes:
+        prompt: text of the prompt.
+        output_len: number of output tokens to request.
         prompt_len: number of tokens of the prompt's text; None if they were not counted.
         messages: messages to send to the chat endpoint instead of the prompt.
         images: data URLs of images before the text of the last message.

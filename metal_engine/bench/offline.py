@@ -21,7 +21,12 @@ from metal_engine.settings.args import EngineArgs
 
 
 def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict[str, Any]:
-    """Run all requests concurrently and report the throughput."""
+    """Run all requests concurrently. Print the throughput, write the requested file, and return the result.
+
+    Raises:
+        ConfigError: the dataset or the file of the result cannot be used.
+        RuntimeError: a request failed.
+    """
     check_output(args.save_result, "--save-result")
     name = engine_args.tokenizer or engine_args.model
     requests = make_requests(args, engine_args.seed, lambda: load_prompt_tokenizer(name))
@@ -50,9 +55,13 @@ def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict
 
 
 def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, Any]:
-    """Time repeated runs of the same batch, from the start to the last token.
+    """Time repeated runs of the same batch, from the start to the last token. Print and return the result.
 
     The prefix cache is cleared between runs.
+
+    Raises:
+        ConfigError: the file of the result cannot be used.
+        RuntimeError: a request failed.
     """
     check_output(args.save_result, "--save-result")
     tokenizer = load_prompt_tokenizer(engine_args.tokenizer or engine_args.model)

@@ -107,6 +107,9 @@ async def measure(
 
     Returns:
         The summary, and the records in the order of the requests.
+
+    Raises:
+        ConfigError: a warm-up request failed.
     """
     due = arrival_times(len(requests), args.request_rate, args.burstiness, args.seed)
     slots = asyncio.Semaphore(args.max_concurrency or len(requests))
@@ -146,7 +149,7 @@ async def measure(
 
 
 async def _warm_up(args: BenchServeArgs, client: BenchClient, requests: Sequence[BenchRequest]) -> None:
-    # Texts and images differ from the start of all measured prompts, so that these are not in the prefix cache.
+    # Texts and images differ from the start of all measured prompts, so that no measured prompt is in the prefix cache.
     rng = np.random.default_rng([args.seed, 3])
     warmups = [
         BenchRequest(

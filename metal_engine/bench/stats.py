@@ -53,12 +53,12 @@ class Summary:
     tpot: Distribution
     itl: Distribution
     e2el: Distribution
-    goodput: float | None = None  # requests per second that keep all limits
+    goodput: float | None = None  # requests per second that meet all limits; None without limits
     peak_concurrency: int = 0
     server_peak_bytes: int | None = None
     speculation: SpecDecodeCounts | None = None
     kv_cache_dtype: str | None = None  # type of the server's KV cache, if known
-    image_tokens: int = 0  # of the input tokens
+    image_tokens: int = 0  # number of image tokens among the input tokens
 
     def to_json(self) -> dict[str, Any]:
         result = asdict(self)
@@ -80,12 +80,14 @@ def summarize(
     speculation: SpecDecodeCounts | None = None,
     kv_cache_dtype: str | None = None,
 ) -> Summary:
-    """Return the summary of the requests that succeeded, and the number of failed requests.
+    """Return the summary of a run.
+
+    Only ``num_failed``, ``peak_concurrency`` and the start of ``duration`` take failed requests into account.
 
     Args:
         goodput: maximum of ``ttft``, ``tpot`` or ``e2el`` for a good request, in milliseconds.
         server_peak_bytes: peak memory of the server in bytes; None if unknown.
-        speculation: the server's counts of speculation during the run; None without speculation.
+        speculation: the server's counts of speculation during the run; None if the server does not report them.
         kv_cache_dtype: type in which the server stores keys and values; None if unknown.
     """
     ok = [record for record in records if record.ok]
