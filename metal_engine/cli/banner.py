@@ -16,7 +16,12 @@ from metal_engine.text.default_sampling import default_sampling_text
 
 
 def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Return the facts to show, by label."""
+    """Return the facts about a server with one model, by label.
+
+    Args:
+        url: URL of the server.
+        names: names under which the model is served.
+    """
     model, cache, scheduler = config.model, config.cache, config.scheduler
     named = ", ".join(names)
     states = f", recurrent states {format_size(config.state_bytes)}" if config.state_bytes else ""

@@ -34,7 +34,7 @@ _MAX_LINE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Next part of an answer. ``num_tokens`` is the number of the answer's tokens so far, if known."""
+    """Next part of an answer. ``num_tokens`` is the number of the answer's tokens so far; 0 if unknown."""
 
     text: str
     num_tokens: int
@@ -99,6 +99,7 @@ class RemoteModel:
     Args:
         url: URL such as ``http://127.0.0.1:8000``, with or without ``/v1`` at its end.
         body: fields of every request besides its messages: the model, and given sampling parameters.
+        api_key: key to send; None for no key.
     """
 
     def __init__(self, url: str, body: Mapping[str, Any], api_key: str | None = None) -> None:

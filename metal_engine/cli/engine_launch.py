@@ -22,7 +22,10 @@ MODULE = "metal_engine.cli.engine_worker"
 
 
 def launch_engine(args: EngineArgs, server_args: ServerArgs) -> EngineSupervisor:
-    """Launch the process of an engine. It loads the model while the caller imports the server, without MLX."""
+    """Launch the process of an engine, without waiting for it.
+
+    The process loads the model while the caller imports the server. The caller does not load MLX.
+    """
     engine = engine_of(args, spawner_of([args], server_args))
     engine.launch()
     return engine
@@ -35,12 +38,17 @@ def spawner_of(models: Iterable[EngineArgs], server_args: ServerArgs, *, is_shar
 
 
 def engine_of(args: EngineArgs, spawner: Spawner, access: DeviceAccess = WHOLE_DEVICE) -> EngineSupervisor:
-    """Return an engine in a process of its own, which has not been started."""
+    """Return the supervisor of an engine in a separate process. The process has not been started."""
     return EngineSupervisor(spawner, msgspec.to_builtins(args), partial(_tokenizer_of, args), access)
 
 
 def _tokenizer_of(args: EngineArgs, ready: Ready) -> Tokenizer:
-    """Return the tokenizer of the model that the process has loaded. Raises ModelLoadError."""
+    """Return the tokenizer of the model that the process has loaded.
+
+    Raises:
+        ModelLoadError: the tokenizer cannot be loaded.
+        ConfigError: ``--chat-template`` cannot be used.
+    """
     assert ready.tokenizer_path is not None
     tokenizer = load_tokenizer(Path(ready.tokenizer_path), trust_remote_code=args.trust_remote_code)
     if args.chat_template is not None:

@@ -72,7 +72,7 @@ def _set_up(start: Start) -> tuple[PrepareFunction, BuildFunction]:
 
 
 def _without_lost_adapters(args: EngineArgs) -> EngineArgs:
-    """Drop the adapters of ``--lora-modules`` whose folders are gone. Only their requests fail."""
+    """Drop the adapters of ``--lora-modules`` whose folders are gone. Only requests for these adapters then fail."""
     found = [Path(module.path).expanduser().is_dir() for module in args.adapters]
     return replace(args, lora_modules=tuple(compress(args.lora_modules, found)), max_loras=args.num_slots() or None)
 

@@ -150,7 +150,13 @@ def response_problem(error: Exception, url: str, api_key: str, flag: str | None,
 
 
 def get_json(url: str, headers: dict[str, str]) -> Any:
-    """Return the JSON at a URL. Ignores proxies, because the server is nearby. Raises as ``urllib`` and ``json``."""
+    """Return the JSON at a URL. Ignores proxies, because the server is nearby.
+
+    Raises:
+        OSError: no server responds, or the status is an error (``urllib.error.HTTPError``).
+        http.client.HTTPException: the response is not HTTP.
+        ValueError: the response is not JSON.
+    """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, headers=headers), timeout=_SECONDS) as response:
         return json.loads(response.read(_MAX_ANSWER))

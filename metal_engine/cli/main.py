@@ -254,9 +254,9 @@ def _metal_engine(
 
 
 def _open_standard_streams() -> None:
-    """Open the standard streams with which this process was not started, on the null device.
+    """Open each standard stream that was closed when this process started, on the null device.
 
-    Otherwise, the next sockets and files would get their descriptors, and other code could not write to the streams.
+    Otherwise, the next sockets and files would get the streams' descriptors, and code could not write to the streams.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:

@@ -72,7 +72,10 @@ def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
 
 
 def _below(path: Path, passed_over: list[str]) -> list[Path]:
-    """Return the sorted entries of a folder. Empty if the path is hidden, a model, unreadable or not a folder."""
+    """Return the sorted entries of a folder; an empty list if the path is hidden, a model, unreadable or not a folder.
+
+    Appends a description of an unreadable path to ``passed_over``.
+    """
     try:
         if path.name.startswith(".") or not path.is_dir() or (path / "config.json").exists():
             return []

@@ -42,15 +42,15 @@ def command(
     default_model: str | None = None,
     several: bool = False,
 ) -> Callable[[Command], Command]:
-    """Register a function as a command. It is called with one dataclass for each group, in their order.
+    """Register a function as a command. It is called with an instance of each group's dataclass, in the groups' order.
 
     Args:
         groups: map from a heading in ``--help`` to a dataclass of settings. Settings with their own heading are shown
             below that heading.
         takes_model: True if the command has a model, as an argument or from a file or the environment.
         default_model: default value of the model; None if it is required.
-        several: True for any number of models. The function gets all of them as an additional argument. Its settings
-            contain the first one, or an empty string.
+        several: True for any number of models. The function gets a tuple of all models as an additional, last argument.
+            The model in its settings is the first of them, or an empty string.
     """
     options = settings_of(*groups.values())
     settings = [*([_MODELS if several else _MODEL] if takes_model else []), *options]
@@ -131,13 +131,13 @@ def _option(one: Setting, heading: str) -> inspect.Parameter:
 
 
 def help_text(one: Setting) -> str:
-    """Return a setting's help text, with its default unless the text already explains it."""
+    """Return a setting's help text, with its default. A default of None is left out: the text explains it."""
     shown = default_text(one)
     return f"{one.help} Default: {shown}." if shown else one.help
 
 
 def default_text(one: Setting) -> str:
-    """Format the default as a user would write it. Empty if there is none, or the help text explains it."""
+    """Format the default as a user would write it. The result is empty if the default is None or empty."""
     if one.default is None:
         return ""
     match one.kind:
@@ -160,7 +160,11 @@ def _size(num_bytes: int) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Within this context, an error that the user can fix ends the command with one line instead of a traceback."""
+    """Within this context, an error that the user can fix ends the command with one line instead of a traceback.
+
+    Prints the message of a ConfigError or ModelLoadError, and raises typer.Exit with status 1. Ctrl-C ends the process
+    at once, with status 130.
+    """
     try:
         yield
     except (ConfigError, ModelLoadError) as error:

@@ -36,6 +36,8 @@ def ps(
 def running_models(url: str, api_key: str, flag: str | None) -> list[dict[str, Any]]:
     """Return a server's models: name, state, memory_bytes, max_model_len, requests, idle_seconds, error.
 
+    Values that the server does not report are None.
+
     Args:
         api_key: key to send; empty if the user gave no key.
         flag: flag with which the user gave the URL; None if there is none.

@@ -77,7 +77,7 @@ def source_of(args: EngineArgs, server_args: ServerArgs, spawner: Spawner) -> Mo
 
 
 def files_signature(path: Path) -> object:
-    """Return a value that changes if files of a model change. Constant if the path does not exist."""
+    """Return a value that changes if files of a model change; None if the path cannot be read."""
     path = path.expanduser()
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]

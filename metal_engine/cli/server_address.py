@@ -30,7 +30,11 @@ ApiKey = Annotated[str | None, _option("API_KEY", API_KEY_HELP, "TEXT")]
 
 
 def base_url(host: str, port: int, url: str | None) -> str:
-    """Return the server's URL without ``/v1``. Raise ConfigError if ``url`` is not a URL."""
+    """Return the server's URL without ``/v1``: ``url``, or the address of ``host`` and ``port`` if ``url`` is None.
+
+    Raises:
+        ConfigError: ``url`` does not begin with ``http://`` or ``https://``.
+    """
     if url is None:
         host = _ANYWHERE.get(host, host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -40,7 +44,10 @@ def base_url(host: str, port: int, url: str | None) -> str:
 
 
 def first_key(api_key: str | None) -> str:
-    """Return the key to send. The variable may contain several keys for `serve`, separated by commas: use the first."""
+    """Return the key to send; an empty text if there is none.
+
+    The environment variable may contain several keys for `serve`, separated by commas. The first one is used.
+    """
     return (api_key or "").split(",")[0].strip()
 
 
