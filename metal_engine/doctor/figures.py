@@ -37,7 +37,7 @@ class Promise:
     flag: str = ""
 
     def judge(self, value: float) -> Verdict:
-        """Compare a figure with the promise. NaN is ``WORSE``. For a required promise, the result is never ``BETTER``."""
+        """Compare a figure with the promise. NaN is ``WORSE``. A required promise is never ``BETTER``."""
         margin = self.slack * abs(self.value)
         gain = self.value - value if self.at_most else value - self.value
         if isnan(gain) or gain < -margin:
