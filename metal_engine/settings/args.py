@@ -1,6 +1,6 @@
 """Settings from the command line, the environment or a file, with one field for each setting.
 
-None stands for "auto". :mod:`metal_engine.settings.resolve` replaces it by a value.
+:mod:`metal_engine.settings.resolve` replaces "auto", and None where it means "auto", by a value.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "An
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs(LoRAArgs, rank_args.RankArgs):
-    """Settings of the engine as the user gave them. ``None`` means "auto".
+    """Settings of the engine as the user gave them. The help text of a field says what ``None`` means.
 
-    Field names are the command-line flags with underscores, with the same meaning as in vLLM.
+    Field names are the command-line flags with underscores. A field that vLLM also has has the same meaning there.
     """
 
     model: str

@@ -225,7 +225,10 @@ class SchedulerConfig:
     image_cache_tokens: int = 0  # maximum number of image tokens whose features are kept
 
     def room_for_image(self, block_size: int) -> int:
-        """Return how many tokens of an image a step can compute beside a decode of each other request."""
+        """Return the number of an image's tokens that a step can compute beside one token of each other request.
+
+        The result may be zero or negative.
+        """
         # With page alignment, a part of the first and of the last block of the image cannot be used.
         edges = 2 * (block_size - 1) if self.page_aligned_scheduling else 0
         return self.max_num_batched_tokens - (self.max_num_seqs - 1) - edges
@@ -241,7 +244,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Paged KV cache: ``num_blocks`` blocks of ``block_size`` tokens, shared by all layers' tables.
+    """Paged KV cache: ``num_blocks`` blocks of ``block_size`` tokens. All layers use the same block tables.
 
     Attributes:
         model_fingerprint: identifier of everything besides tokens that K and V depend on. Part of the keys of cached
@@ -361,7 +364,7 @@ class EngineConfig:
 
     @property
     def requests(self) -> str:
-        """How the requests of a step run: ``packed``, or one after another with the reason."""
+        """Way in which the requests of a step run: ``packed``, or one after another with the reason."""
         return f"{OWN_CACHES}: {self.model.own_caches_reason}" if self.model.own_caches_reason else "packed"
 
     @property

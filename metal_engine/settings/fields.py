@@ -128,7 +128,7 @@ class Setting:
 
 
 class SettingsBase:
-    """Base class of settings. Checks that each value is a valid choice and within the bounds of its field."""
+    """Base class of settings. Raises ConfigError if a value is not a valid choice or not within its field's bounds."""
 
     def __post_init__(self) -> None:
         for one in settings_of(type(self)):

@@ -96,7 +96,11 @@ def refuse_for_one_model(args: EngineArgs) -> None:
 
 
 def per_model_args(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> EngineArgs:
-    """Return the settings for one of several models: its KV cache has a fixed size."""
+    """Return the settings for one of several models. Unless the user set it, the KV cache gets a size in bytes.
+
+    Args:
+        memory_bytes: memory for all models in bytes.
+    """
     if args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None:
         return args
     kv_bytes = int(memory_bytes * _KV_SHARE)

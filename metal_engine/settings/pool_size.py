@@ -50,7 +50,10 @@ def requested_context_length(args: EngineArgs, model: ModelInfo) -> int:
 
 
 def affordable_states(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:
-    """Return the maximum number of concurrent requests for which there is memory for recurrent states."""
+    """Return the maximum number of concurrent requests for which there is memory for recurrent states, at least 1.
+
+    Return a number without practical limit if the model has no recurrent states.
+    """
     if not model.state_bytes_per_request:
         return 1 << 62
     share = int(_pool_bytes(args, model, device, 0) * _REQUESTS_SHARE)
@@ -79,6 +82,7 @@ def pool_size(
     """Divide the memory that remains beside weights and a step between states and KV.
 
     Args:
+        step_bytes: memory of the largest step in bytes, with the memory for images; 0 if unknown.
         num_padding_blocks: number of padding blocks, in addition to those of requests and to a given number of blocks.
 
     Raises:

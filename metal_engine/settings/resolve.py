@@ -1,6 +1,6 @@
 """Converts the user's settings to the engine's configuration: replaces every "auto" by a value.
 
-Requires facts about the loaded model and the device. They are plain data, so this module imports neither.
+The facts about the loaded model and the device are plain data, so this module imports no code of models or devices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _ATTENTION_SECONDS = 1.0
 _CPU_SECONDS_PER_SCORE = 10e-9
 _GPU_ATTENTION_FLOPS = 2e12
 _NO_LAYERS = AttentionLayers()
-# Smallest default of --max-num-encoder-tokens, and number of tokens whose features are kept, as a multiple of it.
+# Smallest default of --max-num-encoder-tokens. Number of image tokens whose features are kept, as a multiple of
+# --max-num-encoder-tokens.
 _MIN_ENCODER_TOKENS, _KEPT_IMAGES = 2048, 4
 
 
@@ -56,9 +57,9 @@ def resolve_config(
 
     Args:
         attention_backend: name of the attention backend.
-        measure_step: function that runs a step of (tokens, requests), and returns the memory that the step takes
-            in addition to weights and KV cache, in bytes.
-        attention_layers: kernel that computes the attention of each layer.
+        measure_step: function that runs a step with given numbers of tokens and of rows that sample. Returns the memory
+            that the step takes in addition to weights and KV cache, in bytes.
+        attention_layers: numbers of layers by the code that computes their attention.
         draft: draft model or draft head of ``--speculative-config``; None without one.
         measure_image: function that encodes an image of a number of tokens, and returns the memory that this takes, in
             bytes. Called only if the model takes images.
@@ -111,7 +112,7 @@ class ExpectedSizes:
     """Sizes that are known before the weights are read.
 
     Attributes:
-        kv_bytes: size of the KV cache in bytes.
+        kv_bytes: size of the KV cache in bytes, including padding blocks and the slots of recurrent states.
         kept_image_bytes: size of the kept features of images in bytes.
         num_tokens: number of tokens in the largest step.
         num_rows: number of rows of the largest step that sample.
@@ -229,7 +230,7 @@ def _scheduler(args: EngineArgs, model: ModelInfo, device: DeviceInfo, draft: Mo
     return SchedulerConfig(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
-        max_model_len=0,  # replaced below
+        max_model_len=0,  # set by resolve_config(), which knows the size of the pool
         max_num_partial_prefills=args.max_num_partial_prefills,
         max_long_partial_prefills=args.max_long_partial_prefills,
         long_prefill_token_threshold=args.long_prefill_token_threshold or _long_threshold(args, budget),
@@ -323,7 +324,10 @@ def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
 
 
 def _uncut_tokens(args: EngineArgs, model: ModelInfo) -> int:
-    """Return the tokens of a step for an image that no chunk may cut, with the blocks at its ends."""
+    """Return the number of a step's tokens for an image that no chunk may cut, with the blocks at its ends.
+
+    Return 0 if chunks may cut images, or if images are refused.
+    """
     vision = model.vision
     if vision is None or not vision.bidirectional_layers or model.image_refusal is not None:
         return 0
@@ -350,7 +354,11 @@ def _fingerprint(args: EngineArgs, model: ModelInfo) -> str:
 
 
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:
-    """Return the requested context length, or the checkpoint's, but at most the number of tokens in the pool."""
+    """Return the requested context length, or the checkpoint's, but at most the number of tokens in the pool.
+
+    Raises:
+        ConfigError: the user requested more than the model was trained for, or more than the pool has.
+    """
     limit = model.max_position_embeddings
     wanted = requested_context_length(args, model)
     if limit is not None and wanted > limit:

@@ -33,6 +33,8 @@ def read_settings(
 ) -> dict[str, Any]:
     """Return the values of all ``settings`` that were given in any of the sources, by name.
 
+    An empty environment variable counts as not given, unless the setting is secret.
+
     Args:
         command_line: map from a field's name to its value on the command line; ``None`` means not given.
         known: settings of other commands, which the file and the environment may also contain.

@@ -40,7 +40,9 @@ _REQUIRED = {
 
 
 def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
-    """Return the configuration of speculation; None without speculation.
+    """Return the configuration of speculation as the user gave it; None without speculation.
+
+    The method may be ``auto``.
 
     Raises:
         ConfigError: the JSON is not valid, or conflicts with other settings. The message names the flag to change.
@@ -71,7 +73,7 @@ def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
 
 
 def _method(given: Any) -> str:
-    """Return the method. Unknown methods are rejected before their other keys are checked."""
+    """Return the method; ``ngram`` if none is given. Raises ConfigError for an unknown method."""
     method = given.get("method") if isinstance(given, dict) else None
     if not method:
         return "ngram"  # the check of the keys reports the missing method
