@@ -33,7 +33,8 @@ class CallEnd:
         self._quotes = quotes
         # ``outside``: not in a quoted part. ``head``: in a quoted part, before its value. ``text``: in a quoted part.
         # ``json`` and ``string``: in a quoted part that is a JSON value, outside and inside of its strings. ``after``:
-        # directly after a quoted part. ``plain``: quoted parts are ignored, since one has no end or there are none.
+        # directly after a quoted part. ``plain``: every mark ends the call. A call enters the state ``plain`` if the
+        # format has no quoted parts, or if a quoted part has no end.
         self._state: Literal["plain", "outside", "after", "head", "text", "json", "string"] = "outside"
         if not quotes.pairs:
             self._state = "plain"

@@ -139,7 +139,7 @@ class ChatAnswers:
             params: sampling parameters of the request.
             budget: maximum number of tokens of the reasoning; None: no limit. Ignored if the model does not reason.
             tool_grammar: ``auto`` to constrain the text of calls that the model begins by itself. Other values leave
-                this text free. Forced calls have a grammar in either case.
+                this text free. A forced plan has a grammar in any case.
 
         Raises:
             ParameterError: the parameters exclude each other, or a tool's parameters have no valid schema.

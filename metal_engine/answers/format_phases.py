@@ -25,9 +25,13 @@ _MAX_CACHED = 4_000_000
 def call_phase(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, parallel: bool) -> CallPhase | None:
     """Return the grammars of the calls that a model may begin. Caches them, because agents send the same tools again.
 
-    Return None if there are no tools, if the grammar of the format is unknown, or if the format cannot express the name
-    of a tool or of a required argument. If the format cannot express a value of a tool's schema, the grammar allows any
-    arguments for that tool.
+    Return None in these cases:
+
+    - There are no tools.
+    - The grammar of the format is unknown.
+    - The format cannot express the name of a tool or of a required argument.
+
+    If the format cannot express a value of a tool's schema, the grammar allows any arguments for that tool.
 
     Args:
         answer_format: output format of the model.

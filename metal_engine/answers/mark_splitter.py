@@ -272,8 +272,8 @@ class _CallsAtEnd:
     def find(self, text: str) -> int:
         """Return the position from which a text consists only of calls. The last call may be incomplete.
 
-        If the text does not end with a call, return the position of a suffix that may become an opening mark, or the
-        length of the text if it has no such suffix.
+        If the text does not end with a call, return the position of a suffix that may become an opening mark. Without
+        such a suffix, return the length of the text.
         """
         at = text.rfind(self._begin)
         closed = text.find(self._end, at)

@@ -14,7 +14,7 @@ def faulty_tool(tools: Sequence[Tool], compile_calls: Callable[[list[Tool]], obj
     """Return the index of a tool whose grammar cannot be compiled. Return None if no single tool is at fault.
 
     For example, each tool may compile alone, while all tools together are too complex. This function halves the list
-    repeatedly, so that its work is at most twice that of compiling all tools.
+    repeatedly. Its work is at most twice the work of compiling all tools.
 
     Args:
         tools: tools whose grammar failed to compile together.

@@ -17,7 +17,7 @@ Tool = dict[str, Any]
 def prompted_format(answer_format: AnswerFormat) -> AnswerFormat:
     """Return the output format for tools that a system message describes.
 
-    Calls are in the model's own format if it is known, and otherwise in the format of ``JSON_CALLS``.
+    Uses the model's own call format, or the format of ``JSON_CALLS`` if the model's format is unknown.
     """
     if answer_format.tool is not None:
         return answer_format

@@ -50,7 +50,7 @@ def command(
         takes_model: True if the command has a model, as an argument or from a file or the environment.
         default_model: default value of the model; None if it is required.
         several: True for any number of models. The function gets a tuple of all models as an additional, last argument.
-            The model in its settings is the first of them, or an empty string.
+            The settings contain the first model, or an empty string without models.
     """
     options = settings_of(*groups.values())
     settings = [*([_MODELS if several else _MODEL] if takes_model else []), *options]

@@ -50,7 +50,7 @@ def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[Image
 def insert_images(
     processing: ImageProcessing | None, prompt: list[int], sources: Sequence[ImageSource], config: EngineConfig
 ) -> tuple[list[int], PromptImages | None]:
-    """Return the token ids of a prompt with its images, and the images. They are None for a prompt without images.
+    """Return the token ids of a prompt with its images, and the images; None in place of the images without sources.
 
     Args:
         processing: processing of the model's images; None if the model takes no images.

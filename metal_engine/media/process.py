@@ -100,7 +100,7 @@ def _content_hash(grid: Grid, arrays: dict[str, np.ndarray]) -> str:
 def _limited(seconds: float) -> Iterator[None]:
     """Limit the CPU time of the work on an image, and raise ValueError as :class:`_Refused`.
 
-    After this time, the kernel ends the process.
+    The kernel ends the process when the time is used up.
 
     Args:
         seconds: remaining CPU time of the request. The time for an image is also at most ``IMAGE_CPU_SECONDS``.

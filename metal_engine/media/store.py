@@ -69,7 +69,9 @@ class ImageStore:
             return LoadedImage(content_hash, grid, self._inputs.get(content_hash))
 
     def add(self, file: bytes, image: LoadedImage) -> LoadedImage:
-        """Store the image of a file. Return the image, with the inputs that are already stored for its content hash.
+        """Store the image of a file. Return the image.
+
+        If inputs are already stored for the image's content hash, the returned image has these inputs.
 
         Args:
             file: hash of the file.

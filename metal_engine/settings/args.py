@@ -38,7 +38,7 @@ SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "An
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs(LoRAArgs, rank_args.RankArgs):
-    """Settings of the engine as the user gave them. The help text of a field says what ``None`` means.
+    """Settings of the engine as the user gave them. A field's help text has the meaning of ``None``.
 
     Field names are the command-line flags with underscores. A field that vLLM also has has the same meaning there.
     """

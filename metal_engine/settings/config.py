@@ -364,7 +364,7 @@ class EngineConfig:
 
     @property
     def requests(self) -> str:
-        """Way in which the requests of a step run: ``packed``, or one after another with the reason."""
+        """``packed`` if requests share packed steps. Otherwise ``OWN_CACHES``, with the reason."""
         return f"{OWN_CACHES}: {self.model.own_caches_reason}" if self.model.own_caches_reason else "packed"
 
     @property

@@ -233,7 +233,7 @@ def _to_continue(
     """Return the messages with a tag at the end of the last message's text, and that text without the tag.
 
     Args:
-        field: name of the field to continue. ``content`` if it is not a text.
+        field: name of the field to continue. Any other type than a text stands for ``content``.
         source: source of the chat template.
 
     Raises:

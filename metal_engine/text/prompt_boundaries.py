@@ -72,7 +72,10 @@ class PromptBoundaries:
         return 0
 
     def num_lasting_tokens(self, prompt: list[int]) -> int:
-        """Return the number of prompt tokens before the generation prompt; of all tokens if the prompt has none."""
+        """Return the number of prompt tokens before the generation prompt.
+
+        Return the number of all tokens if the prompt does not end with a known generation prompt.
+        """
         endings = (len(e) for e in self._endings if len(e) < len(prompt) and tuple(prompt[-len(e) :]) == e)
         return len(prompt) - next(endings, 0)
 

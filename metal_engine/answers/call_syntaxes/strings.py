@@ -132,7 +132,7 @@ def _terminal_of(pattern: str) -> str | None:
 
 
 def _has_top_level_choice(pattern: str) -> bool:
-    """Return True if a pattern has alternatives outside of parentheses. An anchor then belongs to only one of them."""
+    """Return True if a pattern has alternatives outside of parentheses, so that an anchor belongs to only one."""
     depth = 0
     for found in re.finditer(r"\\.|\[(?:\\.|[^\]\\])*\]|([()|])", pattern, re.DOTALL):
         if found[1] == "|" and not depth:

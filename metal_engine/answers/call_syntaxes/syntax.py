@@ -21,13 +21,13 @@ class Quotes:
         pairs: maps the text that begins a part to a regular expression. The expression matches the end of the part, or
             an escape within the part, which begins with a backslash.
         broken: regular expression for text that a part cannot contain. Empty if there is no such text.
-        after: characters of which one follows each part, perhaps after white space. Empty if any character may follow.
+        after: allowed characters after a part and optional white space. Empty if any character may follow.
         value: pattern for the text of a part up to its value, with the group ``name``; None if a value has no name.
         is_json: takes the name of a value. Returns True if a value that begins like a JSON object or array is JSON. A
             part with JSON ends at the first end outside of JSON strings.
 
-    If a part contains ``broken``, or if the character after it is not in ``after``, the model has left out the end of a
-    part.
+    The model has left out the end of a part if the part contains ``broken``. The same holds if ``after`` lacks the
+    character that follows a part.
     """
 
     pairs: dict[str, str] = field(default_factory=dict)
