@@ -168,7 +168,11 @@ def _budget_text(model_type: str) -> str:
 
 
 def _tool_parser(name: str) -> ToolParser:
-    """Return the parser of a format of tool calls, by mlx-lm's name for it."""
+    """Return the parser of a format of tool calls, by mlx-lm's name of the format.
+
+    Raises:
+        ConfigError: mlx-lm has no such parser.
+    """
     parser = _OWN_PARSERS.get(name)
     if parser is None:
         try:
@@ -185,7 +189,14 @@ def _no_parser(name: Any) -> ConfigError:
 
 
 def _tool_parser_name(tokenizer: PreTrainedTokenizerFast, wanted: str) -> str | None:
-    """Return the name of a tool parser, or None. For ``auto``, use the parser that the tokenizer names, if any."""
+    """Return the name of a tool parser; None if tool calls stay in the text, or if their format is unknown.
+
+    Args:
+        wanted: value of ``--tool-call-parser``. ``auto``: the parser that the tokenizer names or fits.
+
+    Raises:
+        ConfigError: the tokenizer names an invalid parser.
+    """
     if wanted == "none":
         return None
     if wanted != "auto":

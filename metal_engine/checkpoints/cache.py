@@ -41,6 +41,9 @@ def cached_models(download_dir: str | None) -> list[CachedModel]:
 
     Args:
         download_dir: folder of the cache; None for the hub's default.
+
+    Raises:
+        ModelLoadError: the cache cannot be read.
     """
     cache = _scan(download_dir)
     repos = [] if cache is None else [repo for repo in cache.repos if repo.repo_type == "model"]
@@ -94,7 +97,11 @@ def _models(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> list[CachedMo
 
 
 def find_cached(name: str, download_dir: str | None) -> CachedModel | None:
-    """Return the model with a name, or None. A name without a quantization finds a repository's only GGUF file."""
+    """Return the model with a name, ignoring case; None if there is none.
+
+    A name without a quantization also finds the only GGUF file of a repository. Raises ModelLoadError if the cache
+    cannot be read.
+    """
     models = cached_models(download_dir)
     exact = [model for model in models if model.name.lower() == name.lower()]
     ggufs = [model for model in models if model.name.lower().startswith(f"{name.lower()}:")]
@@ -133,7 +140,8 @@ def plan_removal(name: str, download_dir: str | None) -> Removal:
     Links are removed, but not their targets outside the cache, as in ``huggingface_hub``.
 
     Raises:
-        ModelLoadError: the model is not in the cache.
+        ModelLoadError: the model, the revision or the GGUF file is not in the cache, the cache cannot be read, or the
+            repository's folder is a link.
     """
     if name == DEMO_MODEL:
         if not demo_path().is_file():

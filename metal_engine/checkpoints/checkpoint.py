@@ -46,6 +46,7 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _SIZES = ("hidden_size", "num_attention_heads", "head_dim", "vocab_size", "sliding_window")
 # Settings with the length of the longest sequence.
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+# Settings that may be a list with one value per layer.
 _MAYBE_LISTS = ("num_attention_heads",)
 # Numbers of keys that a row selects or sees, and of the keys of a block.
 _NUMBERS_OF_KEYS = ("index_topk", "index_topk_blocks", "index_block_size", "attention_chunk_size")
@@ -151,7 +152,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def listed_files(index: Path) -> list[str]:
-    """Return the files that an index lists, sorted.
+    """Return the names of the files that an index lists, sorted.
 
     Raises:
         ModelLoadError: the index lists no files, or an entry is not the name of a file in its folder.
@@ -308,7 +309,10 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def default_sampling(generation_config: dict[str, Any]) -> dict[str, float]:
-    """Return the sampling parameters that a checkpoint recommends, under their names in a request."""
+    """Return the sampling parameters that a checkpoint recommends, under their names in a request.
+
+    Invalid values are left out, with a warning in the log.
+    """
     found: dict[str, float] = {}
     for name in _SAMPLING:
         value = generation_config.get(name)

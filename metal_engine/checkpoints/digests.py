@@ -13,7 +13,7 @@ _NUM_PIECES, _PIECE_BYTES = 512, 1 << 10
 
 
 def file_digests(path: Path) -> dict[str, str]:
-    """Return one digest per file, by file name.
+    """Return one digest per file, by file name. The key for a GGUF file is always ``the GGUF file``.
 
     The digest of ``config.json`` covers the whole file. The digest of a weight file covers its size and a sample of its
     bytes.

@@ -30,11 +30,12 @@ class _Layout:
     """Names of a head below a prefix such as ``mtp.``, as patterns.
 
     Attributes:
-        parts: pattern of each part's name, by the name here.
+        parts: pattern of each part's name, by the part's name in the engine.
         block: pattern of the names of a block's weights. The groups are the index of the block, which may be empty, and
             the name within the block.
         hidden_first: True if the projection reads the hidden state before the embedding.
-        copies: patterns of the modules that repeat the model's embedding table or LM head, by the name here.
+        copies: pairs of a module's name in the engine and a pattern, for modules that repeat the model's embedding
+            table or LM head.
         is_alone: True if all names below the prefix belong to the head.
     """
 
@@ -97,8 +98,8 @@ class HeadNames:
     Attributes:
         parts: name in the engine -> name in the files, for weights outside the blocks.
         blocks: for each block in order, name within the block -> name in the files.
-        copies: the same for weights that repeat the model's. The engine's names begin with ``embed_tokens`` or
-            ``lm_head``.
+        copies: name in the engine -> name in the files, for weights that repeat the model's. The names in the engine
+            begin with ``embed_tokens`` or ``lm_head``.
         hidden_first: True if the projection reads the hidden state before the embedding.
     """
 
@@ -137,7 +138,11 @@ def find_head(names: Iterable[str]) -> HeadNames | None:
 
 
 def _head_below(prefix: str, layout: _Layout, names: list[str]) -> HeadNames | None:
-    """Return the head of a layout below a prefix; None if one of its parts is missing."""
+    """Return the names of a head with this layout below a prefix; None if one of the head's parts is missing.
+
+    Raises:
+        ModelLoadError: there are several heads.
+    """
     parts: dict[str, str] = {}
     copies: dict[str, str] = {}
     blocks: dict[int, dict[str, str]] = {}
@@ -161,7 +166,7 @@ def _head_below(prefix: str, layout: _Layout, names: list[str]) -> HeadNames | N
 
 
 def _renamed(name: str, patterns: Iterable[tuple[str, str]]) -> str | None:
-    """Return a weight's name here, such as ``fc.scales``; None if no pattern matches its module."""
+    """Return a weight's name in the engine, such as ``fc.scales``; None if no pattern matches its module."""
     module, _, kind = name.rpartition(".")
     return next((f"{renamed}.{kind}" for renamed, pattern in patterns if re.fullmatch(pattern, module)), None)
 

@@ -21,14 +21,14 @@ _MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 
 
 def without_fp8(arrays: dict[str, mx.array], config: Mapping[str, Any]) -> dict[str, mx.array]:
-    """Replace FP8 weights with scales of blocks by their values in bfloat16.
+    """Return the arrays without FP8: weights with scales of blocks become bfloat16, and the scales are left out.
 
     Args:
         arrays: arrays by published name.
-        config: content of the ``config.json`` beside them.
+        config: content of the ``config.json`` beside the arrays' files.
 
     Raises:
-        ModelLoadError: the scales do not fit the weights.
+        ModelLoadError: the scales do not fit the weights, or the configuration's size of blocks is invalid.
     """
     quantization = config.get("quantization_config")
     named = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
@@ -115,7 +115,10 @@ def _is_packed(module: nn.Module, name: str) -> bool:
 
 
 def check_finite(head: nn.Module) -> None:
-    """Raise ModelLoadError if weights are NaN or infinite. Their drafts would never be right."""
+    """Raise ModelLoadError if weights are NaN or infinite, because their drafts would never be right.
+
+    Evaluates all weights.
+    """
     for path, module in head.named_modules():
         for name, array in module.items():
             if isinstance(array, mx.array) and not mx.all(_is_finite(module, array)).item():
@@ -123,7 +126,7 @@ def check_finite(head: nn.Module) -> None:
 
 
 def _is_finite(module: nn.Module, array: mx.array) -> mx.array:
-    """Return True for each finite element. Scales in bytes have codes for NaN: one in E8M0, two in E4M3."""
+    """Return an array that is True for finite elements. Scales in bytes have codes for NaN: one in E8M0, two in E4M3."""
     if array.dtype == mx.uint8:
         return (array & 0x7F) != 0x7F if module.mode == "nvfp4" else array != 0xFF
     return mx.isfinite(array)

@@ -35,7 +35,8 @@ _EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(.+)")
 _STACK = re.compile(r"(.*\.)switch_mlp\.(.+)")
 # Weights of recurrent layers tell published checkpoints from converted ones: mlx-lm moves their last axis.
 _CONVOLUTION = "conv1d.weight"
-# Type of heads that mlx-vlm has written. It shifts norms if names begin with "mtp.", when it reads as when it writes.
+# Type of heads that mlx-vlm has written. Both when it reads and when it writes, mlx-vlm shifts norms if names begin
+# with "mtp.".
 _MLX_VLM = "qwen3_5_mtp"
 # Rows of a repeated weight that are compared with the model's, and their largest relative difference. Quantization to
 # 4 bits changes weights by 0.1, and unrelated weights differ by about 1.4.
@@ -129,7 +130,7 @@ def _arrays(tensors: dict[Path, list[StoredTensor]], wanted: set[str]) -> dict[s
 
 
 def _present(names: dict[str, str], arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return arrays by the names here. FP8 scales have no array any more."""
+    """Return arrays by the engine's names. Leaves out the names of FP8 scales, whose arrays were removed."""
     return {name: arrays[published] for name, published in names.items() if published in arrays}
 
 
@@ -147,7 +148,7 @@ def _is_hidden_first(config: dict[str, Any], names: HeadNames) -> bool:
 
 
 def _own_table(copies: dict[str, mx.array], names: HeadNames, model: nn.Module) -> dict[str, mx.array]:
-    """Return the weights of the head's embedding table; none if the table is missing or a copy of the model's.
+    """Return the weights of the head's embedding table; an empty dict if the table is missing or a copy of the model's.
 
     Args:
         copies: arrays by names that begin with ``embed_tokens`` or ``lm_head``.
@@ -208,8 +209,11 @@ def embedding_table(model: nn.Module) -> nn.Module:
 def _weights_of_last_norm(model: nn.Module) -> dict[str, mx.array]:
     """Return the weights of a head that uses the model's last norm.
 
-    Such a head reads hidden states from before that norm. Up to their length, which the head's own norm changes anyway,
-    they are the hidden states after the norm divided by its weight.
+    Such a head reads the hidden states before that norm. They equal the hidden states after the norm, divided by the
+    norm's weight, except for their length. The head's own norm changes the length anyway.
+
+    Raises:
+        UnsupportedModelError: the model's last norm was not found.
     """
     norms = [module["norm"].weight for module in model.modules() if "layers" in module and "norm" in module]
     if len(norms) != 1:
@@ -292,7 +296,17 @@ def _norms(block: dict[str, mx.array]) -> dict[str, mx.array]:
 def _sanitized(
     block: dict[str, mx.array], model: nn.Module, index: int, *, as_published: bool = False
 ) -> tuple[dict[str, mx.array], bool]:
-    """Return a block's weights as the model's ``sanitize`` converts those of a layer, and whether it shifts norms."""
+    """Convert a block's weights with the model's ``sanitize``, under the names of the layer ``index``.
+
+    Args:
+        as_published: True to add names that make ``sanitize`` treat the weights as published ones.
+
+    Returns:
+        The converted weights by their names in the layer, and True if ``sanitize`` has shifted the norms.
+
+    Raises:
+        ModelLoadError: ``sanitize`` fails for these weights.
+    """
     layer = model.layers[index]
     prefix = next(name for name, module in model.named_modules() if module is layer) + "."
     named = {prefix + name: array for name, array in (_with_single_experts(block) if as_published else block).items()}
@@ -323,7 +337,7 @@ def _with_single_experts(block: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _with_stacked_experts(block: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Stack weights of single experts that the model's ``sanitize`` has left, as heads store them."""
+    """Return the weights of a block, with weights of single experts stacked that ``sanitize`` has left unstacked."""
     stacks: dict[str, dict[int, mx.array]] = {}
     others = {}
     for name, array in block.items():

@@ -158,7 +158,14 @@ def _from_hub(repo: HubRepo, name: HubName, download_dir: str | None, check_repo
 
 
 def _cached(name: HubName, download_dir: str | None, from_cache: Callable[[], Path], trouble: Exception | None) -> Path:
-    """Return cached files, if the hub is offline or failed with the error ``trouble``."""
+    """Return the result of ``from_cache``, because the hub could not be used.
+
+    Args:
+        trouble: error of the request to the hub; None if requests are forbidden (:func:`is_offline`).
+
+    Raises:
+        ModelLoadError: the cache lacks the files, or the hub has no such revision.
+    """
     from huggingface_hub.errors import RevisionNotFoundError
 
     if isinstance(trouble, RevisionNotFoundError):  # a definite response of the hub

@@ -1,4 +1,4 @@
-"""Weights of embedding models, which often lack the LM head and have shorter names.
+"""Weights of embedding models, which often lack the LM head, and the prefix ``model.`` in the names of tensors.
 
 Qwen3-Embedding, for example, has ``layers.0...`` instead of mlx-lm's ``model.layers.0...``. The
 configuration of the 8B model declares an LM head that its files lack.

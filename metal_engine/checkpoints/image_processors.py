@@ -24,10 +24,11 @@ def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
 
     Args:
         folder: directory of the checkpoint.
-        overrides: fields of ``--mm-processor-kwargs``. With any, the default limit of an image's tokens is not applied.
+        overrides: fields of ``--mm-processor-kwargs``. If there are any, the default limit of an image's tokens is not
+            applied.
 
     Raises:
-        ModelLoadError: a file or a field is missing.
+        ModelLoadError: a file or a field is missing, or a setting of the image processor is not supported.
     """
     config = read_json(folder / "config.json")
     family, vision = str(config.get("model_type")), config.get("vision_config") or {}

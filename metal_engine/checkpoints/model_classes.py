@@ -1,4 +1,4 @@
-"""Finds mlx-lm's classes for a checkpoint. A multimodal checkpoint whose architecture mlx-lm lacks has a text model.
+"""Finds mlx-lm's classes for a checkpoint: for a multimodal one that mlx-lm lacks, the classes of its text model.
 
 ``text_config`` names the architecture of the text model, for example ``llama`` in SmolVLM and ``qwen3`` in InternVL.
 """
@@ -46,7 +46,7 @@ def model_classes(config: dict[str, Any]) -> tuple[type[Any], type[Any]]:
 
 
 def _complete(text: dict[str, Any]) -> bool:
-    """Add the required fields that a configuration lacks. Return False if mlx-lm lacks the architecture."""
+    """Add the required fields that a configuration lacks, in place. Return False if mlx-lm lacks the architecture."""
     try:
         _, args_class = _get_classes(text)
     except ValueError:

@@ -39,7 +39,7 @@ def check_model_name(model: str) -> None:
 
 
 def local_tokenizer(name: str | None) -> Path | None:
-    """Return the directory that ``--tokenizer`` names, or None if it names a repository.
+    """Return the directory that ``--tokenizer`` names; None if it names a repository or is not given.
 
     Raises:
         ModelLoadError: the name is a path that is not a directory.

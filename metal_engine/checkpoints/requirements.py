@@ -40,7 +40,7 @@ _MAX_WEIGHT_FRACTION = 0.85
 
 @dataclass(frozen=True)
 class CheckpointRequirements:
-    """Facts from the configuration and the headers.
+    """Facts about a checkpoint, from its configuration and the headers of its weight files.
 
     Attributes:
         config: content of ``config.json``, or its equivalent for a GGUF file.
@@ -86,7 +86,7 @@ def safetensors_facts(
 def head_bytes(tensors: Sequence[StoredTensor], facts: CheckpointRequirements, device: DeviceInfo) -> int:
     """Return the memory for the weights of the draft head among some tensors, in bytes; 0 without a usable head.
 
-    Published FP8 weights become numbers of the model's type.
+    Published FP8 weights are converted to the model's type.
     """
     float_bytes = _DTYPE_BYTES[facts.dtype] if device.kind == "cpu" else None
     own = head_tensors(list(tensors))
@@ -99,8 +99,8 @@ def head_bytes(tensors: Sequence[StoredTensor], facts: CheckpointRequirements, d
 def _reading_bytes(tensors: Sequence[StoredTensor], num_bytes: int) -> int:
     """Return the additional memory for reading the weights, in bytes.
 
-    If weights are converted, all stored tensors stay in memory until every tensor is converted. Tensors that are
-    dequantized for this also exist briefly in two forms.
+    If weights are converted, all stored tensors stay in memory until every tensor is converted. If the conversion
+    dequantizes tensors, each of them also exists briefly in two forms.
 
     Weights that keep their stored form need no additional memory, except experts that are stored separately: the
     experts of one matrix stay in memory until they are stacked. Matrices are stacked one by one.

@@ -138,9 +138,9 @@ def _gemma3(header: GgufHeader) -> Config:
 
 
 def _gemma_query_scalar(header: GgufHeader, layers_of_the_largest: int) -> float:
-    """Return the number by whose square root queries are divided.
+    """Return the number by whose square root queries are divided. The file does not contain this number.
 
-    It is not in the file. As in llama.cpp, it is the head size, except for the largest model.
+    As in llama.cpp, it is the head size, except for the largest model, which is recognized by its number of layers.
     """
     if header.num_layers == layers_of_the_largest:
         return float(header.require_value("embedding_length") // header.require_value("attention.head_count"))
@@ -156,7 +156,12 @@ def _phi3(header: GgufHeader) -> Config:
 
 
 def _routing(header: GgufHeader, experts: str) -> Config:
-    """Return the number of experts, under the name ``experts``, and the number of experts per token."""
+    """Return the number of experts, under the name ``experts``, and the number of experts per token.
+
+    Raises:
+        UnsupportedModelError: the numbers do not fit each other.
+        ModelLoadError: a number is missing.
+    """
     count, used = header.require_value("expert_count"), header.require_value("expert_used_count")
     if not 0 < used <= count:
         raise UnsupportedModelError(

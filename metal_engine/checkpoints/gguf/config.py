@@ -56,7 +56,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def interleaved_modules(config: dict[str, Any]) -> dict[str, int]:
-    """Return module name -> number of heads, for the modules of each block whose rows stay interleaved."""
+    """Return the number of heads by module name, for the modules of each block whose rows stay interleaved."""
     if not config["rope_traditional"]:
         return {}
     return {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -72,7 +72,12 @@ def default_dtype(header: GgufHeader) -> str:
 
 
 def _check_sizes(header: GgufHeader, architecture: Architecture) -> tuple[int, int, int]:
-    """Check the sizes of modules. Return the numbers of heads and KV heads, and the MLP's inner size."""
+    """Check the sizes of modules. Return the numbers of heads and KV heads, and the MLP's inner size.
+
+    Raises:
+        UnsupportedModelError: mlx-lm's module does not support the sizes.
+        ModelLoadError: the file is not a complete model.
+    """
     arch = header.architecture
     num_heads = header.require_value("attention.head_count")
     num_kv_heads = header.value("attention.head_count_kv", num_heads)

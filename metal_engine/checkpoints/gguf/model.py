@@ -82,7 +82,7 @@ def load_gguf_model(
 def _parameters(
     header: GgufHeader, architecture: Architecture, model: nn.Module
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Return each tensor's name, its parameter's name and the parameter's shape. Check all tensors first.
+    """Yield each tensor's name, its parameter's name and the parameter's shape, after checking all tensors.
 
     Raises:
         UnsupportedModelError: the model has no parameter for a tensor.
