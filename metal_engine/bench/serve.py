@@ -190,7 +190,11 @@ def run_json(args: BenchServeArgs, model: str, summary: Summary, records: Sequen
 
 
 def request_json(record: RequestRecord) -> dict[str, Any]:
-    """Return one request. ``started`` is a time of ``time.perf_counter``. The other times are relative to it."""
+    """Return one request for the result file. Times are in seconds.
+
+    ``started`` is a time of ``time.perf_counter``. ``ttft`` and ``latency`` are relative to it, or None without text.
+    ``itls`` are the times between consecutive events.
+    """
     return {
         "started": record.started,
         "ttft": record.ttft if record.token_times else None,

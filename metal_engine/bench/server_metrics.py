@@ -64,7 +64,7 @@ async def read_metrics(session: aiohttp.ClientSession, base_url: str) -> str:
 
 
 def parse_counts(text: str) -> SpecDecodeCounts | None:
-    """Parse counts in Prometheus format, summed over all models. None if there are none."""
+    """Return the counts in metrics in Prometheus format, summed over all models; None if the metrics have no counts."""
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         sums[name] = sums.get(name, 0.0) + float(value)
@@ -74,7 +74,7 @@ def parse_counts(text: str) -> SpecDecodeCounts | None:
 
 
 def parse_kv_cache_dtype(text: str, model: str) -> str | None:
-    """Parse the type of the KV cache, such as ``int8``, for the named model or the only one. None if there is none.
+    """Return the type of the KV cache, such as ``int8``, of the named model or the only model; None if not reported.
 
     Args:
         text: metrics in Prometheus format.

@@ -1,6 +1,6 @@
 """Runs one section of the full report, in a process of its own if called as a program.
 
-A crash of Metal or MLX then costs one section, and each section starts with its own limits of command buffers. The
+A crash of Metal or MLX then ends only one section, and each section starts with its own limits of command buffers. The
 program reads a JSON object from standard input, with the section's module, the plan, the model and a path. It appends
 each fact and figure to the file at that path.
 """

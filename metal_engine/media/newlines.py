@@ -1,7 +1,7 @@
 """Joins newlines around images with newlines of the neighbouring text.
 
 Some processors write newlines around an image into the prompt's text. A tokenizer may have one token for several
-newlines, so the tokens of the image and of the text cannot be encoded separately there.
+newlines. The tokens of an image and of the text beside it can therefore not be encoded separately.
 """
 
 from __future__ import annotations

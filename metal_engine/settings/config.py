@@ -207,7 +207,8 @@ _MAX_ROWS_WITH_DRAFTS = 64
 class SchedulerConfig:
     """Limits of the scheduler. Token limits apply to a step, sequence limits to any point in time.
 
-    docs/tuning.md describes the fields after ``max_model_len``. Their defaults here impose no limit.
+    docs/tuning.md describes the fields after ``max_model_len``. With the defaults here, one prompt at a time is in
+    prefill, no prompt is long, and attention work has no limit.
     """
 
     max_num_batched_tokens: int

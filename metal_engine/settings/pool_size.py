@@ -83,7 +83,8 @@ def pool_size(
 
     Args:
         step_bytes: memory of the largest step in bytes, with the memory for images; 0 if unknown.
-        num_padding_blocks: number of padding blocks, in addition to those of requests and to a given number of blocks.
+        num_padding_blocks: number of padding blocks in addition to the blocks for requests, also if
+            ``--num-gpu-blocks-override`` gives the number of blocks.
 
     Raises:
         ConfigError: there is not enough memory. The message names the flag to change.

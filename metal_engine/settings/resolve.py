@@ -61,7 +61,7 @@ def resolve_config(
             that the step takes in addition to weights and KV cache, in bytes.
         attention_layers: numbers of layers by the code that computes their attention.
         draft: draft model or draft head of ``--speculative-config``; None without one.
-        measure_image: function that encodes an image of a number of tokens, and returns the memory that this takes, in
+        measure_image: function that encodes an image of a number of tokens, and returns the memory for the encoding in
             bytes. Called only if the model takes images.
 
     Raises:

@@ -36,7 +36,7 @@ class TextTooLongError(ValueError):
     """Raised for a text that does not fit into the context, however it is tokenized.
 
     Attributes:
-        name: name of the argument with the text, if there were several arguments.
+        name: name of the argument with the text; None if the caller has passed only one text.
     """
 
     def __init__(

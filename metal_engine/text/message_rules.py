@@ -33,8 +33,8 @@ class MessageRules:
     def takes_system_later(self) -> bool:
         """True if a system message may follow messages of other roles, and the template leaves it there.
 
-        A template that collects system messages at the front changes the prefix with each new one, so that no
-        cached block matches.
+        A template that collects system messages at the front changes the prefix with each new system message, so that
+        no cached block matches.
         """
         return self._takes("system", "user", "system") and self._takes("user", "assistant", "system", "user")
 

@@ -41,7 +41,7 @@ class DeepSeekCalls:
     tool_call_end = "<｜tool▁calls▁end｜>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text has anything else."""
+        """Return the calls in a text. Raises an exception of any type if the text has other parts."""
         if text.lstrip().startswith(("{", "[")):
             return JSON_CALLS.parse_tool_call(text)
         return _calls(text, _HEAD, _DECODER.raw_decode, _TAIL)
@@ -59,7 +59,7 @@ class DSMLCalls:
         self.tool_call_end = f"</｜DSML｜{block}>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text has anything else.
+        """Return the calls in a text. Raises an exception of any type if the text has other parts.
 
         The arguments of a call may also be one JSON object in place of tags.
         """
@@ -74,7 +74,7 @@ def _calls(
     arguments_at: Callable[[str, int], tuple[dict[str, Any], int]],
     tail: re.Pattern[str],
 ) -> list[dict[str, Any]]:
-    """Return the calls in a text. Raises an exception of any type if the text has anything else.
+    """Return the calls in a text. Raises an exception of any type if the text has other parts.
 
     Args:
         head: pattern for the start of a call, with the group ``name``.

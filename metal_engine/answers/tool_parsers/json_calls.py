@@ -25,7 +25,7 @@ class JSONCalls:
     tool_call_end = "</tool_call>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text has anything else.
+        """Return the calls in a text. Raises an exception of any type if the text has other parts.
 
         Closing braces after the last call are ignored.
         """

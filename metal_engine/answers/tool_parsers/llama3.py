@@ -21,7 +21,10 @@ class Llama3Calls:
     tool_call_end = ""
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any] | str]:
-        """Return the calls in a text, and the text after them. Raises an exception of any type if there are none."""
+        """Return the calls in a text, and the text after them.
+
+        Raises an exception of any type if the text does not begin with a call.
+        """
         items: list[dict[str, Any] | str] = []
         at = _SPACE.match(text).end()  # type: ignore[union-attr]  # matches anything
         more: re.Match[str] | None = None

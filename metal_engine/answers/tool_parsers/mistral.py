@@ -28,7 +28,10 @@ class MistralCalls:
     tool_call_end = ""
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any] | str]:
-        """Return the calls in a text, and the text after them. Raises an exception of any type if there are none."""
+        """Return the calls in a text, and the text after them. Without calls, return only the text.
+
+        Raises an exception of any type if a call is invalid.
+        """
         items: list[dict[str, Any] | str] = []
         at = _SPACE.match(text).end()  # type: ignore[union-attr]  # matches anything
         if text.startswith(("[", "{"), at):

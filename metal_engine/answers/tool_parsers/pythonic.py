@@ -30,7 +30,7 @@ class PythonicCalls:
         self._has_lines = has_lines
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text has anything else.
+        """Return the calls in a text. Raises an exception of any type if the text has other parts.
 
         The calls may also be JSON objects, which LFM2 writes if the prompt asks for them.
         """

@@ -29,7 +29,7 @@ class WholeCalls:
         self._call = call
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> Any:
-        """Return the calls in a text. Raises an exception of any type if the text has anything else."""
+        """Return the calls in a text. Raises an exception of any type if the text has other parts."""
         if self._shape.fullmatch(text) is None:
             if text.lstrip().startswith(("{", "[")):
                 return JSON_CALLS.parse_tool_call(text)

@@ -21,9 +21,9 @@ def float64(array: mx.array) -> np.ndarray:
 
 
 def relative_errors(got: mx.array, expected: np.ndarray) -> np.ndarray:
-    """Return the error of each row (axis 0) relative to its norm, so that one bad row is not hidden among good rows.
+    """Return the error of each row (axis 0) relative to the norm of the expected row.
 
-    The norm counts as at least a tenth of the mean norm of all rows.
+    One bad row is thus not hidden among good rows. A norm counts as at least a tenth of the mean norm of all rows.
     """
     axes = tuple(range(1, expected.ndim))
     difference = np.sqrt(((float64(got) - expected) ** 2).sum(axes))

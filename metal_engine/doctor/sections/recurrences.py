@@ -123,7 +123,11 @@ def _mamba2_calls(rows: tuple[int, int], dtype: mx.Dtype) -> dict[str, Call]:
 
 
 def packed_gated_delta(kernels: MetalRecurrence, rows: tuple[int, int], arguments: tuple[mx.array, ...]) -> Call:
-    """Return a call of the kernel that computes the same as mlx-lm's function with these arguments, packed."""
+    """Return a call of the kernel on packed rows that computes the same as mlx-lm's function with ``arguments``.
+
+    Args:
+        rows: number of requests, and of tokens of each.
+    """
     *inputs, a_log, dt_bias, state = arguments
     cu_seqlens, reads = _equal_segments(rows)
     q, k, v, a, b = map(_packed, inputs)
@@ -136,7 +140,11 @@ def packed_gated_delta(kernels: MetalRecurrence, rows: tuple[int, int], argument
 
 
 def packed_ssm_update(kernels: MetalRecurrence, rows: tuple[int, int], arguments: tuple[mx.array, ...]) -> Call:
-    """Return a call of the kernel that computes the same as mlx-lm's function with these arguments, packed."""
+    """Return a call of the kernel on packed rows that computes the same as mlx-lm's function with ``arguments``.
+
+    Args:
+        rows: number of requests, and of tokens of each.
+    """
     x, a_log, b, c, d, dt, dt_bias, state = arguments
     cu_seqlens, reads = _equal_segments(rows)
     x, b, c, dt = map(_packed, (x, b, c, dt))

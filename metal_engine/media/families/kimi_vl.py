@@ -1,6 +1,6 @@
 """Kimi-VL: patches of the image in its own size, cropped or padded to whole features.
 
-The checkpoints' image processor is their own code, so its steps are here.
+The image processor is code in the checkpoints, which is not run. This module implements its steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LFM2-VL: tiles of a large image and a thumbnail, or the resized image, as padded lists of patches.
 
-The checkpoints' image processor needs PyTorch, so its steps are here.
+The checkpoints' image processor needs PyTorch, so this module implements its steps.
 """
 
 from __future__ import annotations
