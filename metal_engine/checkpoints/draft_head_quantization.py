@@ -126,7 +126,7 @@ def check_finite(head: nn.Module) -> None:
 
 
 def _is_finite(module: nn.Module, array: mx.array) -> mx.array:
-    """Return an array that is True for finite elements. Scales in bytes have codes for NaN: one in E8M0, two in E4M3."""
+    """Return True for each finite element, as an array. Byte scales have codes for NaN: one in E8M0, two in E4M3."""
     if array.dtype == mx.uint8:
         return (array & 0x7F) != 0x7F if module.mode == "nvfp4" else array != 0xFF
     return mx.isfinite(array)

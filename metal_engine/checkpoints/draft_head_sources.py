@@ -28,7 +28,8 @@ def find_sidecar(name: str, revision: str | None, download_dir: str | None) -> P
         download_dir: folder of the cache; None for the hub's default.
 
     Raises:
-        ModelLoadError: there is no such head. The message gives the reason and a remedy.
+        ModelLoadError: the path does not exist, or the repository is not available or has no draft head. The message
+            gives the reason.
     """
     if is_local(name):
         path = Path(name).expanduser()

@@ -326,7 +326,10 @@ def _sanitized(
 
 
 def _with_single_experts(block: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Split stacked experts, as they are published. Qwen3-Next's ``sanitize`` shifts norms only beside such names."""
+    """Return a block's weights with stacked experts split into single experts, under their published names.
+
+    Qwen3-Next's ``sanitize`` shifts norms only if there are such names.
+    """
     found: dict[str, mx.array] = {}
     for name, array in block.items():
         if match := _STACK.fullmatch(name):

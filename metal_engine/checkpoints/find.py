@@ -211,7 +211,7 @@ def check_architecture(config: dict[str, Any], args: EngineArgs) -> None:
 
     Raises:
         UnsupportedModelError: mlx-lm lacks the architecture or this variant, or needs a package that is not installed.
-        ModelLoadError: the checkpoint has its own code, which may not run.
+        ModelLoadError: the checkpoint has its own code, and ``--trust-remote-code`` is not set.
     """
     model_file = config.get("model_file")
     if model_file is not None:
