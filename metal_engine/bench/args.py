@@ -87,7 +87,7 @@ class BenchServeArgs(WorkloadArgs):
 
     @property
     def image_sides(self) -> tuple[int, int]:
-        """Width and height of an image in pixels."""
+        """Width and height of an image in pixels. Raises ConfigError if ``--image-size`` is invalid."""
         width, _, height = self.image_size.partition("x")
         if not all(side.isdecimal() and 0 < int(side[:6]) <= 8192 for side in (width, height)):
             raise ConfigError("--image-size", f"must be WIDTHxHEIGHT, each at most 8192, got {self.image_size!r}")
@@ -105,7 +105,7 @@ class BenchServeArgs(WorkloadArgs):
 
     @property
     def goodput_limits(self) -> dict[str, float]:
-        """Map from a metric to its maximum for a good request, in milliseconds."""
+        """Maximum of each metric for a good request, in milliseconds. Raises ConfigError if the flag is invalid."""
         limits = {}
         for one in self.goodput:
             name, _, value = one.partition(":")

@@ -110,7 +110,10 @@ def _sizes(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """Return the context length in a configuration, or in a section of one, in tokens; None if it has no such entry."""
+    """Return the context length in tokens; None if ``config`` lacks a context length.
+
+    ``config`` is a configuration, or its section with the text model.
+    """
     return next((int(config[key]) for key in _CONTEXT if config.get(key)), None)
 
 

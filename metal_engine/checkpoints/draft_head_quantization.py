@@ -45,7 +45,11 @@ def without_fp8(arrays: dict[str, mx.array], config: Mapping[str, Any]) -> dict[
 
 
 def _from_fp8(name: str, weight: mx.array, scales: mx.array, num_rows: int, num_columns: int) -> mx.array:
-    """Return weights, [..., m, n], from numbers in E4M3 and a scale for each block of rows and columns."""
+    """Return weights, [..., m, n] bfloat16, from numbers in E4M3 and a scale for each block of rows and columns.
+
+    Raises:
+        ModelLoadError: the weights are not FP8, or the scales have another shape.
+    """
     if weight.dtype != mx.uint8 or weight.ndim < 2:
         raise ModelLoadError(f"its {name} has scales of FP8 numbers, but is not a matrix in FP8")
     *lead, m, n = weight.shape

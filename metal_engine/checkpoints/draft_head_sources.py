@@ -92,7 +92,12 @@ def _has_only_head(repo: HubRepo) -> bool:
 
 
 def _files_by_tensor(repo: HubRepo) -> dict[str, str]:
-    """Return the file of each tensor, from the index or else from the headers of the files."""
+    """Return the name of each tensor's file, from the index or else from the headers of the files.
+
+    Raises:
+        ModelLoadError: the index or a header is invalid.
+        Exception: any error of the hub's client.
+    """
     if INDEX in repo.files:
         size = min(repo.files[INDEX].size or MAX_HEADER_BYTES, MAX_HEADER_BYTES)
         try:

@@ -135,7 +135,11 @@ def _present(names: dict[str, str], arrays: dict[str, mx.array]) -> dict[str, mx
 
 
 def _is_hidden_first(config: dict[str, Any], names: HeadNames) -> bool:
-    """Return True if the projection reads the hidden state before the embedding. The configuration decides first."""
+    """Return True if the projection reads the hidden state before the embedding. The configuration decides first.
+
+    Raises:
+        ModelLoadError: ``fc_input`` in the configuration is invalid.
+    """
     order = config.get("fc_input")
     if order is None:
         return names.hidden_first
@@ -251,7 +255,8 @@ def _modules_of(weights: dict[str, mx.array]) -> Iterator[str]:
 def _norms_of(config: dict[str, Any], tensors: list[StoredTensor]) -> str | None:
     """Return "shifted" if norms multiply by 1 + weight, "unshifted" if they multiply by the weight; None if unknown.
 
-    The distinction exists only for some architectures, whose published norms are shifted.
+    The distinction exists only for some architectures, whose published norms are shifted. Raises ModelLoadError if
+    ``norms`` in the configuration is invalid.
     """
     norms = config.get("norms")
     if norms not in (None, "shifted", "unshifted"):

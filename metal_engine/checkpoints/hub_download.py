@@ -125,7 +125,10 @@ def _fetch_all(repo: HubRepo, large: dict[str, str], blobs: Path, report: Report
 
 
 def _fetch(repo: HubRepo, name: str, sha256: str, blobs: Path, report: Report, stop: threading.Event) -> None:
-    """Download a file, or the rest of a partial download, to the place where the cache stores its content."""
+    """Download a file, or the rest of a partial download, to the place where the cache stores its content.
+
+    Returns early if ``stop`` is set. Raises ModelLoadError if the SHA-256 of the result is wrong.
+    """
     from huggingface_hub.utils import WeakFileLock
 
     lock = blobs.parent.parent / ".locks" / blobs.parent.name / f"{sha256}.lock"  # the cache's lock for this file

@@ -66,7 +66,11 @@ def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
 
 
 def _processor(folder: Path) -> dict[str, Any]:
-    """Return the fields of the image processor, from either file that may contain them."""
+    """Return the fields of the image processor, from the two files that may contain them.
+
+    Raises:
+        ModelLoadError: neither file has fields, or a file is invalid.
+    """
     found: dict[str, Any] = {}
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (folder / name).is_file():

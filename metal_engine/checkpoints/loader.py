@@ -266,7 +266,11 @@ def _announce(found: FoundModel, facts: CheckpointRequirements) -> None:
 def _load_mlx_lm_model(
     path: Path, config: dict[str, Any], args: EngineArgs, weights: EmbeddingWeights
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Create mlx-lm's model and configuration, with explained errors. Weights are not in memory yet."""
+    """Create mlx-lm's model and configuration. Weights are not in memory yet.
+
+    Raises:
+        ModelLoadError: mlx-lm cannot load the files. The message gives the reason.
+    """
     model_type = config["model_type"]
     changes = weights.config
     if "llm_config" in config:  # the model's arguments are read from ``text_config``

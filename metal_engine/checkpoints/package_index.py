@@ -212,7 +212,11 @@ def _pip_configuration() -> dict[str, str]:
 
 
 def _tls_context() -> ssl.SSLContext:
-    """Return a context that trusts the certificates configured for pip, or else those of the ``certifi`` package."""
+    """Return a context that trusts the certificates configured for pip, or else those of the ``certifi`` package.
+
+    Raises:
+        ModelLoadError: the configured certificates cannot be read.
+    """
     named = os.environ.get("PIP_CERT") or os.environ.get("SSL_CERT_FILE") or os.environ.get("REQUESTS_CA_BUNDLE")
     named = named or _pip_configuration().get("cert")
     if named is None:

@@ -115,7 +115,10 @@ def read_pooler(folder: Path, config: dict[str, Any]) -> PoolerConfig:
 
 
 def _read_modules(path: Path) -> dict[str, str]:
-    """Return the modules of a checkpoint in order: the last part of each module's type -> name of its folder."""
+    """Return the modules of a checkpoint in order: the last part of each module's type -> name of the module's folder.
+
+    Return an empty dict if there is no such file. Raises ModelLoadError if the file is invalid.
+    """
     if not path.exists():
         return {}
     check_readable(path, MAX_SETTINGS_BYTES)

@@ -121,7 +121,11 @@ def find_server(url: str, api_key: str, start: str, flag: str | None) -> Running
 
 
 def _cards(url: str, api_key: str, start: str, flag: str | None) -> list[dict[str, Any]]:
-    """Return the entries of ``/v1/models``, unchecked. Takes the arguments of :func:`find_server`."""
+    """Return the entries of ``/v1/models``, unchecked. Takes the arguments of :func:`find_server`.
+
+    Raises:
+        ConfigError: no server responds, or the server refuses the request.
+    """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         cards: list[dict[str, Any]] = get_json(f"{url}/v1/models", headers)["data"]

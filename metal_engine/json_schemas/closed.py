@@ -116,7 +116,12 @@ class _Closing:
     # --- copies ---
 
     def _schema(self, schema: Any, role: _Role, depth: int) -> Any:
-        """Copy a schema for its role. References in the copy point to copies."""
+        """Copy a schema for its role. References in the copy point to copies.
+
+        Raises:
+            NotUnderstoodError: the targets of references cannot be determined.
+            ValueError: a limit is exceeded, as in :meth:`Document.spend`.
+        """
         self._document.spend(depth)
         if not isinstance(schema, dict):
             return schema

@@ -68,7 +68,12 @@ def serve_images(channel: socket.socket, families: dict[str, ImageFamily]) -> No
 
 
 def _work(family: ImageFamily, data: bytes, max_tokens: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the answer for an image, and the arrays that follow it."""
+    """Return the answer for an image, and the arrays that follow the answer.
+
+    Raises:
+        ValueError: the file is not a usable image, or the image processor refuses it.
+        _Refused: the image is too narrow.
+    """
     image = open_image(data)
     width, height = displayed_size(image)
     grid: Grid = tuple(map(int, family.grid(width, height)))

@@ -207,8 +207,8 @@ _MAX_ROWS_WITH_DRAFTS = 64
 class SchedulerConfig:
     """Limits of the scheduler. Token limits apply to a step, sequence limits to any point in time.
 
-    docs/tuning.md describes the fields after ``max_model_len``. With the defaults here, one prompt at a time is in
-    prefill, no prompt is long, and attention work has no limit.
+    docs/tuning.md describes the fields after ``max_model_len``. With the defaults here, one prompt at a time may be
+    prefilled in parts, and attention work is not limited.
     """
 
     max_num_batched_tokens: int

@@ -155,7 +155,8 @@ def plain_messages(messages: list[Any]) -> list[Message]:
     """Convert messages to the form that templates read.
 
     The result is plain data (see :func:`plain`), without fields that are None. The reasoning of a message may be in the
-    field ``reasoning_content``, ``thinking`` or ``reasoning``. The result has it in the first two of these fields.
+    field ``reasoning_content``, ``thinking`` or ``reasoning``. The result has it in ``reasoning_content`` and
+    ``thinking``.
 
     Raises:
         ValueError: there are no messages, or a message is not a mapping.

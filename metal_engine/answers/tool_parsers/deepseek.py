@@ -97,7 +97,11 @@ def _calls(
 
 
 def _parameters(text: str, at: int) -> tuple[dict[str, Any], int]:
-    """Return the arguments at a position, as one JSON object or as tags, and the position after them."""
+    """Return the arguments at a position, as one JSON object or as tags, and the position after the arguments.
+
+    Raises:
+        ValueError: the JSON object is invalid, or an argument occurs twice.
+    """
     if text.startswith("{", at):
         return _DECODER.raw_decode(text, at)
     arguments: dict[str, Any] = {}

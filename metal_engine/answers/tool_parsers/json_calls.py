@@ -52,7 +52,11 @@ def decoded_calls(text: str, at: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _call(given: Any) -> dict[str, Any]:
-    """Return a call with its arguments under ``arguments``. Some models write ``parameters``, as in JSON schemas."""
+    """Return a call with its arguments under ``arguments``. Some models write ``parameters``, as in JSON schemas.
+
+    Raises:
+        Exception: ``given`` is not a call. The type varies.
+    """
     keys = [key for key in ("arguments", "parameters") if key in given]
     if len(keys) > 1:
         raise ValueError("the call has both arguments and parameters")

@@ -71,7 +71,11 @@ def _properties(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(text: str, at: int, properties: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return the arguments of a function whose opening tag ends at ``at``, and the position after the function."""
+    """Return the arguments of a function whose opening tag ends at ``at``, and the position after the function.
+
+    Raises:
+        ValueError: the arguments are invalid, or the end of a value is ambiguous.
+    """
     ends = _value_end(properties)
     arguments: dict[str, Any] = {}
     end = -1  # regular end of the current value; greater than the text's length if there is none

@@ -96,6 +96,9 @@ def _sliding_layers(header: GgufHeader, period: int) -> list[bool]:
 
     The file has one value per layer, or the number of layers in a group whose last layer attends to all tokens. If the
     file has neither, groups have ``period`` layers.
+
+    Raises:
+        UnsupportedModelError: the values do not fit the number of layers, or no layer attends to all tokens.
     """
     pattern = header.value("attention.sliding_window_pattern", period)
     num_layers = header.num_layers

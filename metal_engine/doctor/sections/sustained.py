@@ -38,7 +38,11 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
 
 
 def sustained_figures(rounds: list[Round], num_failed_steps: int) -> Iterator[Figure]:
-    """Yield the figures of at least four rounds. The first and the last quarter of the rounds are compared."""
+    """Yield the figures of at least four rounds.
+
+    The throughput of the last quarter of the rounds is compared with the first quarter. The memory after the last round
+    is compared with the memory after the first quarter.
+    """
     quarter = len(rounds) // 4
     first, last = (sum(one.rate for one in part) / quarter for part in (rounds[:quarter], rounds[-quarter:]))
     note = f"{last:.1f} tokens/s after {first:.1f}, {len(rounds)} rounds"
