@@ -44,12 +44,15 @@ def instructions(tools: Sequence[Tool], parser: ToolParser | None) -> str:
 def with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     """Return a copy of a conversation whose first message is a system message that ends with ``text``.
 
-    Adds a system message if the first message is not a system message, or if its content is not a text.
+    Adds a system message if the first message is not a system message.
     """
-    own, others = "", messages
-    if messages and messages[0].get("role") == "system" and isinstance(messages[0].get("content"), str):
-        own, others = messages[0]["content"], messages[1:]
-    return [{"role": "system", "content": f"{own}\n\n{text}".lstrip()}, *others]
+    first = messages[0] if messages else {}
+    own = first.get("content")
+    if first.get("role") != "system" or not isinstance(own, str | list):
+        return [{"role": "system", "content": text}, *messages]
+    if isinstance(own, list):
+        return [first | {"content": [*own, {"type": "text", "text": f"\n\n{text}"}]}, *messages[1:]]
+    return [first | {"content": f"{own}\n\n{text}".lstrip()}, *messages[1:]]
 
 
 def forced_instructions(tools: Sequence[Tool], name: str | None) -> str:

@@ -11,7 +11,7 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import ChatAnswers
 from metal_engine.answers.deltas import assemble
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
-from metal_engine.answers.tool_prompts import JSON_CALLS, prompted_format, written_calls
+from metal_engine.answers.tool_prompts import JSON_CALLS, prompted_format, with_instructions, written_calls
 from tests.support.splitting import THINK, answer_format
 from tests.support.tool_formats import TOOLS, TRAINS, WEATHER
 
@@ -56,6 +56,23 @@ def test_what_the_model_is_told() -> None:
     assert text is not None and "<tool_call>" in text and "</tool_call>" in text
     lines = text.split("<tools>\n")[1].split("\n</tools>")[0].split("\n")
     assert [json.loads(one) for one in lines] == [tool["function"] for tool in TOOLS]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("Be kind.", "Be kind.\n\nTools."),
+        ("", "Tools."),
+        ([{"type": "text", "text": "Be kind."}], [{"type": "text", "text": t} for t in ("Be kind.", "\n\nTools.")]),
+    ],
+)
+def test_there_is_one_system_message(content: Any, expected: Any) -> None:
+    """Some templates refuse two system messages. The caller's messages do not change."""
+    user = {"role": "user", "content": "Hi."}
+    messages = [{"role": "system", "content": content, "name": "s"}, user]
+    assert with_instructions(messages, "Tools.") == [{"role": "system", "content": expected, "name": "s"}, user]
+    assert messages[0]["content"] == content
+    assert with_instructions([user], "Tools.") == [{"role": "system", "content": "Tools."}, user]
 
 
 def test_a_format_of_its_own_goes_first() -> None:
