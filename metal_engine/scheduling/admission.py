@@ -112,12 +112,12 @@ class Admissions:
     def next(self, prefills: PrefillAllocator, running: Mapping[str, Request]) -> Candidate | None:
         """Return the request to admit next, or None if no request can be admitted now.
 
-        The caller removes the request from the queue. These requests are skipped:
+        The caller removes the returned request from the queue. These requests are skipped:
 
         - long prompts while ``max_long_partial_prefills`` long prompts are in progress;
-        - requests with a prefix that a running prefill is about to compute;
-        - suspects (:attr:`Request.is_suspect`) while another suspect runs. If a step fails again, only the suspect in
-          it may be the cause.
+        - requests with a prefix that a running prefill is about to compute. They are parked until it is computed;
+        - suspects (:attr:`Request.is_suspect`) while another suspect runs. A step then has at most one suspect, so that
+          its failure shows which request is the cause.
         """
         may_be_long = prefills.num_long < self._config.max_long_partial_prefills
         for _ in range(_MAX_PASSED_OVER):
@@ -140,7 +140,10 @@ class Admissions:
         return None
 
     def _find_owner(self, candidate: Candidate, prefills: PrefillAllocator) -> tuple[Request, int] | None:
-        """Return the running prefill to wait for, and how many tokens it must have computed. None: do not wait."""
+        """Return the running prefill that a candidate waits for, and how many tokens the prefill must have computed.
+
+        None if the candidate need not wait.
+        """
         found = self._prefix_cache.find_owner(candidate.request, candidate.num_cached_tokens, prefills.in_progress)
         if found is None:
             return None

@@ -39,7 +39,7 @@ class RequestImages:
         self._max_step_tokens = config.max_num_batched_tokens
         self._unit = unit
         self._left = self._max_encoded  # number of features that the step being planned may still encode
-        self._kept: dict[bytes, int] = {}  # numbers of features that the runner has or will have, by content hash
+        self._kept: dict[bytes, int] = {}  # content hash -> number of features that the runner has or will have
         self._num_kept = 0
         self._num_users: dict[bytes, int] = {}  # number of claims on each kept image that is claimed
         self._unused: OrderedDict[bytes, None] = OrderedDict()  # kept images without claims, least recently used first
@@ -52,7 +52,7 @@ class RequestImages:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Number of kept features."""
+        """Number of image tokens whose features are kept."""
         return self._num_kept
 
     def begin_step(self) -> None:
@@ -61,9 +61,13 @@ class RequestImages:
     # --- limits of a chunk ----------------------------------------------------------------------------------
 
     def can_start(self, request: Request, num_computed: int, *, whole: bool = False) -> bool:
-        """Return True if this step can compute the next tokens of a request, or with ``whole`` all of its tokens.
+        """Return True if the features that a request's next tokens need fit into the step being planned.
 
-        Does not claim anything.
+        Claims no images.
+
+        Args:
+            num_computed: number of the request's computed tokens.
+            whole: True if the step is to compute all remaining tokens of the request.
         """
         if request.images is None:
             return True
@@ -76,6 +80,8 @@ class RequestImages:
 
         The chunk ends before the first image whose features do not fit into this step. An image that the chunk does not
         reach after all is still encoded in this step.
+
+        Returns 0, and releases all images of the request, if the features for the smallest possible chunk do not fit.
         """
         if request.images is None:
             return request.num_tokens
@@ -95,8 +101,8 @@ class RequestImages:
     def _fits(self, images: Iterable[PromptImage], *, whole: bool = False) -> bool:
         """Return True if this step can encode the missing features of some images.
 
-        The first images of a step may exceed the limit of a step together, because two images may share a block. With
-        ``whole``, the limit always applies.
+        The first images of a step may together exceed ``max_num_encoder_tokens``, because two images may share a block.
+        With ``whole``, this limit always applies. The limit on kept features always applies.
         """
         sizes = {image.content_hash: image.num_features for image in images}
         num_missing = sum(size for key, size in sizes.items() if key not in self._kept)
@@ -110,7 +116,7 @@ class RequestImages:
     # --- claims ---------------------------------------------------------------------------------------------
 
     def _claim(self, request_id: str, images: PromptImages, first: int, end: int) -> bool:
-        """Claim the images with index ``first`` up to ``end``. Return False if they do not all fit."""
+        """Claim the images ``first`` to ``end`` (exclusive). Return False, and claim none, if they do not all fit."""
         held_first, held_end = self._claimed.get(request_id, (first, first))
         new = images.images[held_end:end]
         if not new:
@@ -208,13 +214,13 @@ class RequestImages:
 
 
 def _between(images: PromptImages, start: int, stop: int) -> tuple[int, int]:
-    """Return the range (first, end) of the images with tokens at positions from ``start`` up to ``stop``."""
+    """Return the index range (first, end) of the images with tokens at positions from ``start`` to ``stop`` - 1."""
     first = bisect_right(images.images, start, key=lambda image: image.stop)
     return first, max(first, bisect_left(images.images, stop, key=lambda image: image.start))
 
 
 def last_cut(images: PromptImages | None, start: int, stop: int, unit: int) -> int:
-    """Return the last possible end of a chunk up to ``stop``. ``start`` means that the chunk cannot end before.
+    """Return the last position, at most ``stop``, at which a chunk may end. Return ``start`` if there is none.
 
     Args:
         images: images of the prompt, or None.
@@ -242,7 +248,7 @@ def next_cut(images: PromptImages | None, start: int, unit: int) -> int:
 
 
 def _cut_by(images: PromptImages | None, position: int) -> PromptImage | None:
-    """Return the image whose tokens attend to each other before and after a position; None if there is none."""
+    """Return the bidirectional image that a cut at ``position`` would divide; None if the cut divides no such image."""
     if images is None or not images.bidirectional_layers:
         return None
     index = bisect_right(images.images, position, key=lambda image: image.stop)

@@ -83,9 +83,10 @@ def _extend(
 
 
 def _image_parts(images: PromptImages, block_size: int, first_block: int) -> dict[int, bytes]:
-    """Return the parts of images in each block from ``first_block`` on, for the block's hash.
+    """Return bytes that identify the image tokens in each block from ``first_block`` on, by block index.
 
-    All images have the same placeholder tokens. A part names its image, its features, and their places in the block.
+    A block's hash includes these bytes, because all images have the same placeholder tokens. The bytes consist of the
+    image's hash, the range of its features in the block, and their positions within the block.
     """
     parts: dict[int, bytes] = {}
     for image in images.images:
@@ -110,14 +111,14 @@ class PrefixCache:
     """Finds and publishes shared prefixes in a block manager's pool.
 
     Full blocks are published once the step that fills them is planned, for use in later steps. Steps run in the order
-    of their planning. A later step therefore finds the blocks written, even if the first step is still in flight while
-    it is planned. A block cannot be shared within the step that fills it. That would require every attention backend to
-    write all rows of a layer before it computes attention.
+    of their planning. A later step therefore finds the blocks written, even if the step that fills them is still in
+    flight when the later step is planned. A block cannot be shared within the step that fills it. Sharing it would
+    require every attention backend to write all rows of a layer before it computes attention.
 
     Args:
         blocks: block pool.
         config: whether prefix caching is enabled, and the model's fingerprint.
-        slots: state checkpoints, for models with recurrent layers: a prefix without a state checkpoint cannot be used.
+        slots: state checkpoints. In models with recurrent layers, a prefix without a state checkpoint cannot be used.
         on_publish: callback with a request and the range of its blocks that were just published.
     """
 

@@ -138,11 +138,13 @@ class RequestStates:
         """Assign a state slot to an admitted request.
 
         Args:
-            num_cached: number of tokens that need not be computed; they end at a state checkpoint.
+            num_cached: number of tokens that need not be computed. The state after them is a state checkpoint, or comes
+                from a store.
             num_shared: number of the request's tokens that are cached, with or without a state checkpoint.
 
         Returns:
-            The slots that the first step reads from (0: zero state) and writes to.
+            The slots that the first step reads from (0: zero state) and writes to. (0, 0) for models without recurrent
+            layers.
         """
         if not self.is_used:
             return 0, 0
@@ -191,7 +193,10 @@ class RequestStates:
         return held is None or position in held.stops or position % held.interval == 0
 
     def max_chunk_tokens(self, request: Request, num_computed: int) -> int:
-        """Return how many tokens may follow ``num_computed`` in one chunk: up to the next checkpoint position."""
+        """Return how many tokens may follow ``num_computed`` in one chunk: up to the next checkpoint position.
+
+        At least the request's number of tokens if checkpoints are disabled.
+        """
         if not self._keeps_checkpoints:
             return request.num_tokens
         held = self._held.get(request.request_id)
@@ -299,20 +304,23 @@ class RequestStates:
         return held is not None and held.has_drafts
 
     def is_rejected(self, request: Request) -> bool:
-        """Return True if the request's next step recomputes accepted drafts, or the rest of them."""
+        """Return True if a draft was rejected, or if the last planned step recomputes accepted drafts.
+
+        If the request then has several tokens left to compute, they are accepted drafts, not a prompt.
+        """
         held = self._held.get(request.request_id)
         return held is not None and (held.is_rejected or held.is_recomputing)
 
     def recomputes_drafts(self, request: Request) -> bool:
-        """Return True if the step just planned recomputes accepted drafts."""
+        """Return True if the step just planned starts from the state before drafts, to recompute accepted drafts."""
         held = self._held.get(request.request_id)
         return held is not None and held.before is not None
 
     def max_drafts(self, request: Request, num_computed: int) -> int:
         """Return how many drafts may follow the first ``num_computed`` tokens, which are planned.
 
-        If the request's last checkpoint is far back, the drafts may only fill the current block, so that the step ends
-        at a block boundary.
+        If the request's last checkpoint is ``DRAFTS_INTERVAL`` tokens back, the drafts may only fill the current block,
+        so that the step ends at a block boundary. Otherwise the result is ``request.max_tokens``, which limits nothing.
         """
         held = self._held.get(request.request_id)
         if held is None or not self._keeps_checkpoints:
@@ -380,7 +388,10 @@ class RequestStates:
                 self.slots.drop_checkpoint(held.spaced.pop(position), unless_hit=True)
 
     def release(self, request: Request) -> None:
-        """Release a request's states, but keep its state checkpoints. The last checkpoint in its output is saved."""
+        """Release a request's states, but keep its state checkpoints.
+
+        With a store, the last checkpoint in the request's output will be saved to it.
+        """
         held = self._held.pop(request.request_id, None)
         if held is not None:
             if held.rolling is not None and self.slots.has_checkpoint(held.rolling):
@@ -393,7 +404,11 @@ class RequestStates:
             self._saves[slot] = block_hash
 
     def take_saves(self) -> list[tuple[bytes, int]]:
-        """Return the states to save with the plan just made: hashes of the last blocks of their prefixes, and slots."""
+        """Return the states to save with the plan just made, and forget them.
+
+        Returns:
+            (hash of the last block of the state's prefix, slot) for each state.
+        """
         saves, self._saves = self._saves, {}
         # Excludes checkpoints that were dropped since, for example after a failed step.
         return [

@@ -217,8 +217,11 @@ class Scheduler:
     def _next_candidate(self, prefills: PrefillAllocator) -> Candidate | None:
         """Return the request to admit next, or None if no request can be admitted now.
 
-        Reasons are the step's budget, ``max_num_seqs``, an empty or blocked queue (:meth:`Admissions.next`), or no room
-        for the features of the request's next image.
+        None is returned if one of these applies:
+
+        - The step has no tokens left, or ``max_num_seqs`` requests are running.
+        - The queue is empty or blocked (:meth:`Admissions.next`).
+        - The features of the first request's next image do not fit into the step.
         """
         if prefills.step.tokens <= 0 or len(self.running) >= self.config.max_num_seqs:
             return None
@@ -283,9 +286,9 @@ class Scheduler:
             self._filled.append(request)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Return the new blocks for ``num_tokens`` tokens. Preempts the last requests in order if necessary.
+        """Allocate blocks for the request's first ``num_tokens`` tokens. Return the ids of the new blocks.
 
-        Return None if ``request`` itself was preempted.
+        Preempts the last requests in order if necessary. Returns None if ``request`` itself was preempted.
         """
         while True:
             new_block_ids = self.blocks.allocate(request.request_id, num_tokens)
@@ -328,7 +331,10 @@ class Scheduler:
             self.speculation.failed(plan)
 
     def refused(self, plan: SchedulerOutput) -> None:
-        """Repeat the dropped ids of a plan in the next plan: the runner raised, perhaps without dropping them."""
+        """Repeat the dropped requests and image features of a plan in the next plan.
+
+        Call it if the runner raised an error for the plan, perhaps before it dropped them.
+        """
         self.images.refused(plan)
         self._dropped += [r for r in plan.dropped_req_ids if r not in self.held_by_runner]
 
@@ -382,7 +388,8 @@ class Scheduler:
         """Process the tokens and vectors that a step has computed. Finish completed requests and free their blocks.
 
         Returns:
-            The new tokens of each request and whether they end it. Text and token counts are not filled in.
+            One output for each request with new tokens, a pooled result or an error. :class:`RequestOutput` names the
+            fields that are not filled in.
         """
         outputs = self._finish_pooled(model_output)
         for request_id, is_constrained in model_output.constrained.items():

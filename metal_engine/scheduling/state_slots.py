@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 
 class StateSlots:
-    """Slots 1 to ``num_slots``. Each slot is free, or in use by a request, a state checkpoint, or both.
+    """Slots 1 to ``num_slots``. Each slot is free, or is used by a request, by a state checkpoint, or by both.
 
     Args:
         num_slots: number of slots; 0 for models without recurrent layers.
@@ -90,7 +90,7 @@ class StateSlots:
         return block_hash in self._checkpoints
 
     def slot_of(self, block_hash: bytes) -> int:
-        """Return the slot of a state checkpoint."""
+        """Return the slot of a state checkpoint. Raises KeyError without a checkpoint for ``block_hash``."""
         return self._checkpoints[block_hash]
 
     def resume_from(self, block_hash: bytes) -> int:
@@ -106,7 +106,11 @@ class StateSlots:
             self._checkpoints.move_to_end(block_hash)
 
     def add_checkpoint(self, block_hash: bytes, slot: int) -> bool:
-        """Make the slot the state checkpoint of a prefix. Return False if another slot is its checkpoint already."""
+        """Make ``slot`` the state checkpoint of a prefix. Return False if another slot is the prefix's checkpoint.
+
+        Args:
+            block_hash: hash of the prefix's last block.
+        """
         if block_hash in self._checkpoints:
             self._checkpoints.move_to_end(block_hash)
             return self._checkpoints[block_hash] == slot

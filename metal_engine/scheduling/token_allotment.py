@@ -126,10 +126,10 @@ class PrefillAllocator:
     Args:
         step: budget left by decodes. Allotted tokens are subtracted from it.
         prefills: running requests with more than one token left to compute, for :meth:`add_running`.
-        max_chunk_tokens: returns how many tokens of a request may follow a number of computed tokens in one chunk. 0 if
-            the next token is in an image that has to wait.
-        plan_whole_prompt: plans a whole prompt if no prefill slot is free. Returns how many of its tokens to compute in
-            this step.
+        max_chunk_tokens: callback with a request and its number of computed tokens. Returns the maximum number of
+            tokens of the next chunk; 0 if the image features for the smallest possible chunk do not fit.
+        plan_whole_prompt: callback with the same arguments, for a prompt that is planned as a whole because no prefill
+            slot is free. Returns how many of the prompt's tokens to compute in this step.
 
     Attributes:
         allotments: token allotment of each added request, in order of addition.
@@ -187,7 +187,7 @@ class PrefillAllocator:
 
     @property
     def num_in_progress(self) -> int:
-        """Number of requests that occupy a prefill slot in this step."""
+        """Number of prefills that are running or have an allotment in this step."""
         return len(self.allotments) + len(self._left_out)
 
     @property
@@ -198,8 +198,8 @@ class PrefillAllocator:
     def fits_minimum(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
         """Return True if the minimum allotment of a request fits.
 
-        The first request always fits if the budget has one :func:`chunk_unit` left, or the tokens of an image that no
-        chunk may cut.
+        The first request of a step also fits if the budget has tokens for the smallest possible chunk: one
+        :func:`chunk_unit`, or an image that no chunk may cut.
         """
         smallest = self._uncut(request, num_computed_tokens, min(num_remaining_tokens, self._block_size))
         return self.fits(request, num_computed_tokens, smallest) or self._is_first(request, num_computed_tokens)

@@ -93,7 +93,10 @@ class WaitingQueue:
         return list(self._parked)
 
     def unpark(self, owner_id: str, num_computed_tokens: int | None = None) -> None:
-        """Requeue the requests that waited for the owner's first ``num_computed_tokens`` tokens or fewer. None: all."""
+        """Requeue the requests that waited for the owner's first ``num_computed_tokens`` tokens or fewer.
+
+        None requeues all requests that waited for the owner.
+        """
         parked = self._parked.get(owner_id)
         if parked is None:
             return

@@ -19,7 +19,10 @@ _MAX_VAIN_WAITS = 7
 
 
 class AsyncStepTimes:
-    """Durations of asynchronously planned steps that only decode, by number of rows, from one step end to the next."""
+    """Durations of asynchronously planned steps that only decode, by number of rows.
+
+    A duration is the time between the end of the previous step and the end of the step.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -69,9 +72,9 @@ class AsyncStepTimes:
         self._num_left_out = 0
 
     def is_slower(self, num_rows: float, choice: DraftLengths) -> bool:
-        """Return True if a step with drafts yields more tokens per second than an asynchronously planned step.
+        """Return True if an asynchronously planned step yields fewer tokens per second than a step with drafts.
 
-        Every ``_TRIED_EVERY``-th answer is inverted. False if the asynchronously planned step has not been measured.
+        Every ``_TRIED_EVERY``-th result is inverted. False if the asynchronously planned step has not been measured.
 
         Args:
             num_rows: average number of rows of asynchronously planned steps, at least 1. Each row yields a token.

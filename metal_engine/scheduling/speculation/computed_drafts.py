@@ -100,7 +100,10 @@ class DraftCosts:
 
     @property
     def are_known(self) -> bool:
-        """True if the time of a forward is known. Until then, one request has drafts, and no prompt is prefilled."""
+        """True if the time of a forward is known.
+
+        Until then, only one request of a step has drafts, and the draft model prefills no prompt.
+        """
         return self.forward_seconds > 0
 
     def measured(
@@ -134,7 +137,10 @@ class DraftCosts:
         return self._probe_seconds + seconds <= self.probe_fraction * self._seconds
 
     def catching_up_seconds(self, request: Request) -> float:
-        """Return the time to catch up with a request, in seconds per remaining step of the request; 0 if unknown."""
+        """Return the time that the draft model needs to catch up with a request, spread over the request's next steps.
+
+        The result is in seconds per step; 0 if unknown.
+        """
         num_steps = min(_CATCHING_UP_STEPS, request.max_tokens - request.num_output_tokens)
         return max(0, self.num_missing_tokens(request)) * self._token_seconds / max(1, num_steps)
 
@@ -158,7 +164,8 @@ class HeadCosts(DraftCosts):
 
     def __init__(self) -> None:
         super().__init__()
-        self._may_retry = False  # True if the head returned no drafts because it had carried no output
+        # True if the head returned no drafts, because it had kept no output of the step before (`HeadDrafter`).
+        self._may_retry = False
 
     def num_missing_tokens(self, request: Request) -> int:
         return -NEW_TO_DRAFT_MODEL

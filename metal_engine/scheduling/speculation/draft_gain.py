@@ -1,10 +1,10 @@
 """Compares the tokens per second of steps with a draft head's drafts with those of steps without drafts.
 
 Drafts are chosen by estimated step times and acceptances. The estimates can be wrong, for example if the host is slower
-than the device. Therefore the real rates of both kinds of steps are measured, for each number of requests. If steps
-with drafts have yielded fewer tokens per second, drafts pause for some steps. Then a burst of steps with drafts is
-measured again. Each burst that is too slow doubles the next pause, from 32 steps to 512. If the rate without drafts is
-unknown or old, drafts pause for 8 steps to measure it::
+than the device. Therefore the real rates of both kinds of steps are measured, for each size class of the number of
+requests. If steps with drafts have yielded fewer tokens per second, drafts pause for some steps. Then a burst of 8
+steps with drafts is measured again. Each burst that is too slow doubles the next pause, from 32 steps to 512. If the
+rate without drafts is unknown or old, drafts pause for 8 steps to measure it::
 
     drafts  | burst | 8 steps without | burst, too slow | 32 steps without | burst, too slow | 64 steps without | ...
 """
@@ -32,7 +32,7 @@ _MAX_BURSTS = 128
 
 @dataclass(slots=True)
 class _Rate:
-    """Average tokens and seconds of some steps."""
+    """Average number of tokens and average duration of steps of one kind, with recent steps weighted most."""
 
     tokens: float = 0.0
     seconds: float = 0.0

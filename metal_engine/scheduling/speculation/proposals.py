@@ -95,7 +95,10 @@ class Proposals:
         return 0.0 if self._costs is None else self._costs.forward_seconds
 
     def catching_up_seconds(self, request: Request, drafts: list[int]) -> float:
-        """Return the seconds per remaining step for the draft model to catch up; 0 if it does not make the drafts."""
+        """Return the time for the draft model to catch up with a request, in seconds per step of its next steps.
+
+        0 if ``drafts`` do not come from the draft model.
+        """
         is_asked = self._costs is not None and drafts[0] == UNKNOWN_DRAFT
         return self._costs.catching_up_seconds(request) if self._costs is not None and is_asked else 0.0
 
@@ -214,7 +217,7 @@ class Proposals:
         return drafts[:end]
 
     def num_guesses(self, request: Request, drafts: list[int]) -> int:
-        """Return how many of a request's drafts guess tokens in flight.
+        """Return how many of a request's leading drafts are guesses for tokens in flight; 0 for computed drafts.
 
         The later drafts depend on these guesses.
         """
@@ -238,7 +241,10 @@ class Proposals:
         self._rotation += _MAX_NOTED
 
     def pick_probe_request(self, requests: list[Request]) -> Request | None:
-        """Return one of ``requests`` to probe: it gets a draft that is not expected to be worth its cost."""
+        """Return one of ``requests`` to probe: it gets a draft that is not expected to be worth its cost.
+
+        None if the runner computes no drafts, or if the time budget for probes allows none now.
+        """
         if self._costs is None or not requests:
             return None
         request = requests[self._rotation // _MAX_NOTED % len(requests)]
@@ -246,7 +252,10 @@ class Proposals:
         return request if is_unknown and self._costs.may_probe(request) else None
 
     def _compare(self, request: Request) -> None:
-        """Compare a recorded draft with the generated token, and update the acceptance."""
+        """Compare a request's recorded draft with the generated token, and update the acceptance of lookups.
+
+        Does nothing without a recorded draft.
+        """
         index, draft = self._noted.pop(request.request_id, (request.num_tokens, -1))
         if index < request.num_tokens:
             self.acceptance.lookups.tried(request.request_id, 1, int(request.token_ids[index] == draft))
@@ -256,7 +265,7 @@ class Proposals:
 
         Args:
             planned: drafts in the plan. They determine the source whose acceptance is updated.
-            num_drafts: number of drafts that were tried.
+            num_drafts: number of drafts that were tried. Fewer than planned if the runner had too few drafts.
         """
         self.acceptance.of_source(planned).tried(request.request_id, num_drafts, num_accepted)
         if self._costs is not None:

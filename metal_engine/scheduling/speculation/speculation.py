@@ -69,7 +69,7 @@ class Speculation:
         self._proposals = Proposals(config.speculative, proposer, costs)
         self._is_head = not proposer.acceptance.is_shared
         self._gain = gain or (DraftGain() if self._is_head else UnmeasuredGain())
-        self._is_probe = False  # True if the drafts of the last planned step are only a probe
+        self._is_probe = False  # True if the last planned step has a probe, a draft not expected to be worth its cost
         self._follows_probe = False  # True if the last step was a probe, and so its successor was not planned ahead
         self._num_plain_rows = 0  # rows of the last planned step without its drafts; 0 if it also prefills
         self._was_worth_waiting = False  # True if planning of the next step waits for tokens, because of drafts
@@ -88,8 +88,9 @@ class Speculation:
         - The step has capacity for drafts.
         - With drafts, the step is expected to yield more tokens per second, or a probe of the draft model is due.
 
-        The expectation is computed with drafts that follow the tokens known now. The first of these drafts are guesses
-        for the tokens in flight. A draft model runs when all tokens are known, so its drafts include no such guesses.
+        The expected number of tokens is computed with drafts that follow the tokens known now. The first of these
+        drafts are guesses for the tokens in flight. A draft model runs when all tokens are known, so its drafts include
+        no guesses for tokens in flight.
 
         Args:
             running: all running requests.
@@ -267,8 +268,8 @@ class Speculation:
         """Return the leading drafts of each request that are worth their cost.
 
         Args:
-            may_pay: True if no comparison with an asynchronously planned step is needed, because the drafts have won it
-                already or no such step was possible.
+            may_pay: True if no comparison with an asynchronously planned step is needed: the comparison was made
+                before, in favor of the drafts, or no step could have been planned asynchronously.
         """
         if not proposals:
             return []
@@ -320,7 +321,7 @@ class Speculation:
     def process_results(
         self, plan: SchedulerOutput, model_output: ModelOutput, requests: Mapping[str, Request]
     ) -> dict[str, list[int]]:
-        """Roll back rejected drafts: their rows are recomputed for other tokens.
+        """Roll back the rejected drafts of a step, free blocks that only they used, and record times and acceptance.
 
         Returns:
             The accepted drafts of each request, which have not been appended to its tokens yet.
@@ -364,7 +365,10 @@ class Speculation:
             self._times.start()  # the next time includes the host's work between steps, which only async planning hides
 
     def _added_seconds(self, seconds: float, drafting: Drafting | None) -> float:
-        """Return how much longer a step took than the same step without drafts, in seconds."""
+        """Return how much longer a step of ``seconds`` took than the same step without drafts, in seconds.
+
+        At least the time in which the draft model ran.
+        """
         known = self._async_times.seconds(self._num_plain_rows) if self._config.async_scheduling else None
         if known is None:
             known = next(iter(self._times.times(self._num_plain_rows, 0)), seconds)
