@@ -23,16 +23,16 @@ from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 class PackedBatch:
     """Tokens and rows of one step, on the host: N tokens of B requests. R of the N rows sample.
 
-    All arrays are int32. ``images`` has the rows with features of images, and ``next_images`` the rows before a
-    token with features; None if there are none.
+    All arrays are int32. ``images`` holds the rows whose tokens have features of images. ``next_images`` holds the rows
+    whose next token has them. Both are None if there are no such rows; ``next_images`` also without a draft head.
     """
 
     input_ids: np.ndarray  # [N]
     rows: StepRows
     sample_indices: np.ndarray  # [R] index in RequestTable of the request that samples at the row
     pending_rows: np.ndarray  # [P] packed rows whose tokens the previous step samples; 0 in `input_ids`
-    pending_samples: np.ndarray  # [P] their indices among the previous step's samples
-    adapter_slots: np.ndarray  # [B] LoRA slot of each request, 0: none; [0] if no request has an adapter
+    pending_samples: np.ndarray  # [P] index of each pending row's token among the previous step's samples
+    adapter_slots: np.ndarray  # [B] LoRA slot of each request, 0: no adapter; empty if no request has an adapter
     images: ImageRows | None = None
     next_images: ImageRows | None = None
 
@@ -131,9 +131,10 @@ class RequestTable:
         self.edits: dict[int, RequestEdits] = {}  # by index; requests with edits only
         # Requests with phases: True if the next token has to match a grammar, as last reported; None: not reported yet.
         self._constrained: dict[str, bool | None] = {}
-        # Requests with phases: tokens that change nothing if one of them is the next token. They are followed later.
+        # Requests with phases: tokens after which the output is still free text. If one of them is the next token,
+        # `follow_phases` skips the request, and processes the token later.
         self._plain_tokens: dict[str, Set[int]] = {}
-        # Indices of requests with edits whose next token has none, as phases were last followed.
+        # Indices of requests in `edits` whose next token needs no edit, according to the last `follow_phases`.
         self.without_edits: set[int] = set()
         self._stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_seqs
         self.pooling: dict[str, PooledPrompt] = {}  # by request id; pooling requests only
@@ -227,10 +228,14 @@ class RequestTable:
         self._num_blocks[index] = start + len(block_ids)
 
     def append_tokens(self, request_ids: list[str], output: ModelOutput) -> None:
-        """Append a step's accepted drafts and samples to its sampling requests.
+        """Append a step's accepted drafts and samples to the tokens of its requests.
 
         Requests that were removed are skipped. A request whose grammar mask was late gets no token, and its last
         computed token counts as not computed.
+
+        Args:
+            request_ids: requests that sampled in the step, in the order of ``output.sampled_token_ids``.
+            output: results of the step.
         """
         for request_id, num_accepted in output.num_accepted_tokens.items():
             if request_id in self._index_of:
@@ -247,9 +252,10 @@ class RequestTable:
         self._num_tokens[indices] += 1
 
     def follow_phases(self, request_ids: list[str], output: ModelOutput) -> set[str]:
-        """Follow the phases of outputs to their last known tokens. Return the requests whose next token needs a mask.
+        """Advance the phases of all outputs past their new tokens. Return ids of requests whose next token needs a mask.
 
-        Reports changes in ``output.constrained``. The arguments are those of :meth:`append_tokens`.
+        Call it after :meth:`append_tokens`, with the same arguments. Sets ``constrained`` in ``output``, and adds to
+        its ``num_unconstrained_calls``.
         """
         waiting: set[str] = set()
         if not self._plain_tokens:
@@ -306,7 +312,7 @@ class RequestTable:
         self._token_ids[index, start : start + len(drafts)] = drafts
 
     def forget_samples(self) -> None:
-        """Drop the positions of the last step's samples. That step will not run, so its samples are void."""
+        """Forget which requests sample in the last packed step, because the step will not run or has failed."""
         self._last_sample.fill(-1)
 
     def output_positions(self, batch: PackedBatch) -> np.ndarray:
@@ -378,9 +384,10 @@ class RequestTable:
     def rows(
         self, indices: np.ndarray, num_computed: np.ndarray, query_lens: np.ndarray, num_samples: np.ndarray
     ) -> StepRows:
-        """Lay out tokens of the requests at some indices.
+        """Lay out tokens of the requests at ``indices`` as the rows of a step.
 
         Args:
+            indices: [B] indices of the requests in this table.
             num_computed: [B] int32, number of tokens of each request before these tokens.
             query_lens: [B] int32, number of tokens of each request to lay out.
             num_samples: [B], number of rows at the end of each request that sample.
@@ -411,6 +418,9 @@ class RequestTable:
 
         Args:
             num_known: [B] number of known tokens of each request, including drafts.
+
+        Raises:
+            ValueError: a row's token is neither known nor being sampled.
         """
         pending = np.flatnonzero(rows.seq_lens > num_known)
         samples = self._last_sample[indices[pending]]

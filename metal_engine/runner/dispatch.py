@@ -46,7 +46,9 @@ _GREEDY = SamplingParams(temperature=0.0, max_tokens=_NUM_STEPS + 1, ignore_eos=
 
 
 def choose_dispatch(runner: ModelRunner, config: EngineConfig) -> str:
-    """Enable queued dispatch in a runner if the device is a GPU and nothing is copied. Call it before the first step.
+    """Enable queued dispatch in a runner if the device is a GPU and queued steps copy no part of the KV cache.
+
+    Runs trial steps, so call it before the first step. A failed trial is logged, and leaves queued dispatch disabled.
 
     Returns:
         Description of the dispatch mode, with the reason.
@@ -122,7 +124,7 @@ def _more_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) ->
 def _peak_bytes(
     runner: ModelRunner, blocks: list[list[int]], num_steps: int, matrix: mx.array, deadline: CheckDeadline
 ) -> int:
-    """Return the peak memory of decode steps, of which two are in flight. Their outputs are discarded.
+    """Return the peak memory in bytes of decode steps, of which two are in flight. Their outputs are discarded.
 
     Args:
         blocks: block ids of each request.

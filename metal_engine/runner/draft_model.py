@@ -55,7 +55,7 @@ class DraftModel:
 
     Attributes:
         needs_hidden: see :class:`metal_engine.runner.drafting.Drafter`.
-        replay_refusal: likewise. Its steps are never replayed.
+        replay_refusal: always None, because the draft model's steps are never replayed.
     """
 
     needs_hidden = False
@@ -117,9 +117,9 @@ class DraftModel:
     # --- a step ---------------------------------------------------------------------------------------------
 
     def draft(self, table: RequestTable, plan: SchedulerOutput) -> Drafting | None:
-        """Compute the drafts and the KV that a plan requests from this model; None if it requests neither.
+        """Compute the drafts and the KV that a plan requests from this model. Return None if it requests neither.
 
-        On error, the KV is unchanged, or empty if it was lost.
+        A failed forward is raised again. The KV is then unchanged, or empty if it was lost.
         """
         self._written.clear()
         began = time.perf_counter()
@@ -177,7 +177,7 @@ class DraftModel:
         return tasks
 
     def _first_missing(self, table: RequestTable, request_id: str, index: int, end: int) -> int:
-        """Return a request's first token without KV, or ``end``, the number of tokens that the target has computed.
+        """Return the position of a request's first token without KV of this model; ``end`` if all tokens have KV.
 
         Accepted drafts have KV, and so do tokens computed for other requests that share the blocks. A token sampled in
         place of a rejected draft has no KV once the target has written to its slot.

@@ -67,13 +67,17 @@ class Drafter(Protocol):
         """Process the new and dropped requests of a plan, before its drafts."""
 
     def draft(self, table: RequestTable, plan: SchedulerOutput) -> Drafting | None:
-        """Compute the drafts that a plan requests; None if it requests nothing. Waits for the device.
+        """Compute the drafts that a plan requests. Return None if it requests none. Waits for the device.
 
         No step may be in flight if the plan requests drafts, and no snapshot of the pool may exist.
         """
 
     def follow(self, step: TargetStep, tokens: mx.array | None) -> FollowedStep | None:
-        """Build this drafter's work in a step, on the tokens that the step samples, [R] int32, or None."""
+        """Build this drafter's work in a step of the target. Return the work; None if no array needs evaluation.
+
+        Args:
+            tokens: tokens that the step samples, [R] int32; None if it samples none.
+        """
 
     def failed(self, error: Exception) -> None:
         """Handle a failed step of the target model, whose later steps are dropped."""

@@ -16,7 +16,9 @@ CPU_TOKENS = 256
 
 
 def measure_encode_bytes(model: PagedModel, num_tokens: int) -> int:
-    """Encode an image of about ``num_tokens`` tokens. Return MLX's peak memory during it, minus the memory in use.
+    """Encode an image of about ``num_tokens`` tokens. Return MLX's peak memory meanwhile, minus the memory in use.
+
+    The result is in bytes. On a CPU, the image has at most ``CPU_TOKENS`` tokens, and the result is extrapolated.
 
     Raises:
         ConfigError: the device cannot encode so large an image.

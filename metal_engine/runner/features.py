@@ -1,4 +1,4 @@
-"""Features of images that the runner keeps, as the plans demand."""
+"""Computes the features of images that plans name, and keeps them until a plan drops them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Encoding:
         self._began = time.monotonic()
 
     def wait(self) -> float:
-        """Wait for the features. Return the time from the start to the first of these calls in seconds."""
+        """Wait for the features. Return the seconds from the start of the encoding to the end of the first call."""
         mx.eval(self._arrays)
         if self._seconds is None:
             self._seconds = time.monotonic() - self._began
@@ -50,7 +50,7 @@ class FeatureCache:
         self._features: dict[bytes, ImageFeatures] = {}
 
     def update(self, plan: SchedulerOutput) -> Encoding | None:
-        """Drop and encode the images of a plan. The device encodes while the host builds the step.
+        """Drop the features and encode the images that a plan names. The device encodes while the host builds the step.
 
         Returns:
             The encoding in flight; None if the plan encodes no image.
@@ -94,7 +94,10 @@ class FeatureCache:
         return StepImages(mx.array(images.rows), embeddings, tuple(by_layer))
 
     def kept_of_step(self, images: ImageRows | None) -> StepImages | None:
-        """Return features as :meth:`of_step` does, without the rows of images whose features are not kept."""
+        """Return the features of a step's rows, without the rows of images whose features are not kept.
+
+        None if no row is left.
+        """
         if images is None or all(source[0] in self._features for source in images.sources):
             return self.of_step(images)
         ends = np.cumsum([end - first for _, first, end in images.sources])

@@ -70,7 +70,7 @@ class HeadDrafter:
         backend: attention backend of the model.
 
     Attributes:
-        head: see above.
+        head: the draft head.
         needs_hidden: see :class:`metal_engine.runner.drafting.Drafter`.
         replay: traces of the head's forwards in decode steps and for drafts; None if they are never replayed.
     """
@@ -92,7 +92,7 @@ class HeadDrafter:
         self._num_idle_steps = _CARRIED_STEPS  # number of steps since drafts were requested
 
     def update(self, plan: SchedulerOutput) -> None:
-        """Drop the outputs of requests that have ended or start again."""
+        """Drop the carried outputs of requests that the plan drops or adds."""
         for request_id in (*plan.dropped_req_ids, *(new.request_id for new in plan.new_requests)):
             self._carried.pop(request_id, None)
 
@@ -104,7 +104,8 @@ class HeadDrafter:
         rows = step.batch.rows
         next_tokens = _next_tokens(step, tokens)
         self._num_idle_steps += 1
-        # A step with prompts carries, too: this costs little of its time, and the prompts' requests decode next.
+        # The output is also carried in a step with prompts. It costs little of the step's time, and the prompts'
+        # requests decode next.
         is_carried = self._num_idle_steps <= _CARRIED_STEPS or rows.num_tokens > len(rows.logits_indices)
         is_carried = is_carried and len(rows.logits_indices) > 0
         num_new_traces, output = self._num_new_traces, None
@@ -120,7 +121,7 @@ class HeadDrafter:
         return FollowedByHead(self, step, num_new_traces, None, self.head.pool.writes_done_marker())
 
     def finish_step(self, carried: dict[str, _Carried | None], num_new_traces: int) -> None:
-        """Keep or drop outputs of a step that has completed.
+        """Replace the carried outputs of the requests of a step that has completed.
 
         Args:
             carried: new outputs by request id; None to carry no output.
@@ -160,7 +161,10 @@ class HeadDrafter:
         return None if self.replay is None else self.replay.refusal
 
     def failed(self, error: Exception) -> None:
-        """Delete all traces. If the first forward of a trace had not completed, disable replay: it may be the cause."""
+        """Delete all traces after a failed step.
+
+        Disable replay if the first forward of a trace had not completed, because the trace may be the cause.
+        """
         if self.replay is None:
             return
         self.replay.drop_traces()
@@ -171,7 +175,10 @@ class HeadDrafter:
     # --- drafts ---
 
     def draft(self, table: RequestTable, plan: SchedulerOutput) -> Drafting | None:
-        """Compute the drafts of requests with a carried output. On error, the model's KV is not affected."""
+        """Compute the drafts of requests with a carried output. Return None if the plan requests no drafts.
+
+        Raises the error of a failed forward. It does not affect the model's KV, but may lose the head's KV.
+        """
         wanted = wanted_drafts(plan)
         if not wanted:
             return None
@@ -246,14 +253,14 @@ class HeadDrafter:
 
 
 class FollowedByHead:
-    """Part of a model's step that the draft head computes: arrays to evaluate, and an update after the step.
+    """Part of a model's step that the draft head computes (:class:`metal_engine.runner.drafting.FollowedStep`).
 
     Args:
         drafter: drafter that carries the step's outputs after :meth:`finish`.
         step: step of the model.
         num_new_traces: number of traces whose first forward is in this step.
         output: the head's output at the rows that sample, [R, hidden_size]; None if it is not computed.
-        written: array that is computed after the head's writes; None if ``output`` is computed.
+        written: array whose evaluation completes the head's writes; None if ``output`` is computed.
     """
 
     def __init__(

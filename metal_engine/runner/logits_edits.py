@@ -18,7 +18,7 @@ from metal_engine.token_rules import TokenRules
 
 
 class NoTokenLeftError(ValueError):
-    """Ends a request whose own parameters exclude every token."""
+    """The parameters of a request exclude every token, so the request must end."""
 
 
 class _Counts:
@@ -118,7 +118,7 @@ class RequestEdits:
             self.grammar.consume(new, drafts)
 
     def observe(self, new: list[int]) -> None:
-        """Process the tokens after the first ``num_processed`` like :meth:`catch_up`, without computing masks."""
+        """Process ``new``, the tokens after the first ``num_processed``, like :meth:`catch_up` but without masks."""
         self._count(new)
         if self.grammar is not None:
             self.grammar.observe(new)
@@ -134,14 +134,16 @@ class RequestEdits:
         return self._always_edits or grammar is None or grammar.must_go_on or not grammar.is_free_after(drafts)
 
     def excluded(self, token_ids: np.ndarray, position: int) -> np.ndarray:
-        """Return the ids of tokens that may not come next, int32.
+        """Return the ids of tokens that ``bad_words`` and ``min_tokens`` exclude as the next token, [n] int32.
+
+        Stop tokens are also excluded while a structured output must follow the free text.
 
         Args:
             token_ids: the request's known tokens, followed by the drafts before the row, [T] int32.
             position: index of the next token in the output.
 
         Raises:
-            NoTokenLeftError: every token is excluded.
+            NoTokenLeftError: all of ``allowed_token_ids`` are excluded.
         """
         num_output = len(token_ids) - self._num_prompt_tokens
         excluded: list[int] = []
@@ -186,7 +188,7 @@ class StepEdits:
             num_drafts: number of drafts at the end of ``token_ids``.
 
         Raises:
-            NoTokenLeftError: every token is excluded. The row is then not added.
+            NoTokenLeftError: all of ``allowed_token_ids`` are excluded. The row is then not added.
         """
         excluded = edits.excluded(token_ids, position)
         i = len(self.rows)

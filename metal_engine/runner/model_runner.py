@@ -110,6 +110,9 @@ class ModelRunner:
     def execute(self, plan: SchedulerOutput, on_built: Callable[[], None] = lambda: None) -> PendingStep:
         """Build and start a step: one forward over every packed row and one sampling pass.
 
+        Raises any error of building the step. The cache is then unchanged. An error of the dispatch is raised by
+        :meth:`PendingStep.result`.
+
         Args:
             on_built: callback, called once the plan has been accepted, before any array of its graph is evaluated.
         """
@@ -216,7 +219,10 @@ class ModelRunner:
     def _forward_with_pooling(
         self, batch: PackedBatch, attention: StepAttention, sampling: StepSampling, pooling: StepPooling
     ) -> ForwardResult:
-        """Build a forward and the pooling on it. Return the result without the logits that only the pooling needs."""
+        """Build a forward and the pooling of its hidden states and logits.
+
+        Returns the forward's result, without the logits that only the pooling needs.
+        """
         num_sampling, pooled = len(sampling.logits_indices), mx.array(pooling.hidden_indices)
         logits, hidden = self._model.forward(
             self._input_ids(batch),
@@ -234,7 +240,12 @@ class ModelRunner:
     def _forward(
         self, plan: SchedulerOutput, batch: PackedBatch, attention: StepAttention, logits_indices: np.ndarray
     ) -> tuple[ForwardResult, DecodeForward | None]:
-        """Return the logits of some rows, [R + T, vocab_size], from a replayed or a newly built graph."""
+        """Run a step's forward, replayed or newly built.
+
+        Returns:
+            The logits of the rows ``logits_indices``, [R + T, vocab_size], with the hidden states if a drafter needs
+            them; and the outcome, None if not every row samples or replay was not requested.
+        """
         input_ids, adapters = self._input_ids(batch), self._adapter_rows(batch)
 
         def build() -> ForwardResult:
@@ -324,7 +335,7 @@ class ModelRunner:
         return [self.pool.states_done_marker()] if self.pool.is_recurrent else []
 
     def _load(self, step: PendingStep) -> None:
-        """Write the KV that a step loads from a store to the arrays of the cache after the previous step."""
+        """Write the KV that a step loads from a store to the cache's arrays, as the previous step has left them."""
         if self._kv_connector is not None and step.loads:
             assert step.before is not None
             for index, layer in enumerate(step.before):
@@ -332,7 +343,10 @@ class ModelRunner:
             step.loads = StepLoads()
 
     def finish(self, step: PendingStep) -> ModelOutput:
-        """See :meth:`PendingStep.result`."""
+        """Wait for the oldest step in flight, dispatch the next step, and return the output of the oldest step.
+
+        See :meth:`PendingStep.result`. Raises RuntimeError if ``step`` is not the oldest step in flight.
+        """
         if not self._steps or self._steps[0] is not step:
             raise RuntimeError("finish each step once, in the order in which the steps were started")
         step.dispatch_second_part()
@@ -370,7 +384,8 @@ class ModelRunner:
     def _recover(self, step: PendingStep, error: Exception) -> None:
         """Recover from a failed step: drop the steps built on it, and restore the KV cache.
 
-        A step queued behind it computes with its invalid output and writes to the cache, which is then reallocated.
+        A step queued behind the failed step computes with invalid inputs and writes to the cache. The cache is then
+        reallocated.
         """
         if self.replay is not None:
             behind = [s.decode_forward for s in self._steps if s.is_dispatched and s.decode_forward]

@@ -56,7 +56,10 @@ MIN_TABLE_BLOCKS = 16
 _Trace = Callable[..., Any]
 
 ForwardResult = tuple[mx.array, mx.array | None]
-"""Logits of a forward, [R, vocab_size], and hidden states of all rows, [N, hidden_size], or None."""
+"""Result of a forward: logits, [R, vocab_size], and hidden states of all rows, [N, hidden_size], or None.
+
+The forward of a draft head has its output, [N, hidden_size], in the place of the logits.
+"""
 
 
 class ReplayableModel(Protocol):

@@ -80,7 +80,10 @@ def _largest_gap(
     seed: int,
     deadline: CheckDeadline,
 ) -> float:
-    """Return the largest difference of logits of replayed steps, relative to their size; NaN if a difference is NaN."""
+    """Return the largest difference between logits of replayed and of built steps, over the largest built logit.
+
+    NaN if a difference is NaN; 0 if no step was replayed.
+    """
     gaps = [0.0]
     num_rows = len(block_table)
     pool, slots = model.pool, tuple(range(1, num_rows + 1))
@@ -124,7 +127,7 @@ def _built(
 
 
 def _replayed(model: PagedModel, replay: DecodeReplay, input_ids: mx.array, rows: StepRows) -> np.ndarray | None:
-    """Replay a step and return its logits; None if such steps are not replayed."""
+    """Replay a step and return its logits, [R, vocab_size] float32; None if the step cannot be replayed."""
     for _ in range(TRACE_AT):
         (logits, _), outcome = replay.forward((input_ids,), rows, lambda: (mx.array(0.0), None))
         if outcome in ("traced", "replayed"):

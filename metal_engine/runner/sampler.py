@@ -50,7 +50,7 @@ class SamplingTable:
 
 
 def position_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return a random key for each (seed, position): SplitMix64's output function of ``seed + position * golden``.
+    """Return a random key for each (seed, position): SplitMix64's output after ``position + 1`` steps from the seed.
 
     Args:
         seeds: [R] uint64.
@@ -163,7 +163,8 @@ def _bisect(values: mx.array, is_enough: Callable[[mx.array], mx.array]) -> mx.a
     The result is exact. Takes 31 passes of comparing and adding, which is less than sorting a vocabulary.
 
     Args:
-        is_enough: True if the values within a limit suffice, [R, V] bool -> [R, 1] bool. All values must suffice.
+        is_enough: callback with the values within a limit, [R, V] bool. Returns for each row whether they suffice,
+            [R, 1] bool; True if all values are within the limit.
     """
     bits = values.view(mx.int32)
     low = mx.full((values.shape[0], 1), -1, mx.int32)  # not enough

@@ -25,6 +25,6 @@ class CheckDeadline:
         self._end = clock() + seconds
 
     def check(self) -> None:
-        """Raise CheckTooSlowError if the time is over. A step that is running is not interrupted."""
+        """Raise CheckTooSlowError if the time limit is exceeded. Call it between the steps of the check."""
         if self._clock() > self._end:
             raise CheckTooSlowError(f"its check takes more than {self._seconds:g} s")

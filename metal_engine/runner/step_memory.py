@@ -21,7 +21,7 @@ from metal_engine.sampling_params import SamplingParams
 # far MLX schedules operations ahead of the computation. It varies most with very short operations.
 _SMALL_BYTES = 16 << 20
 _NUM_SMALL_RUNS = 5
-# Tokens of each request's context for each key that an index selects.
+# If layers select keys by an index: length of each request's context, as a multiple of the number of selected keys.
 _CONTEXT_FACTOR = 4
 
 

@@ -130,7 +130,7 @@ class StepSampling:
     def _masks(self, edits: StepEdits, logits: mx.array, is_dispatched: bool) -> np.ndarray:
         """Return the masks of the step's grammars, [G, W] int32.
 
-        A request whose grammar fails gets an error. A request whose mask is not ready in time is late.
+        A request whose grammar fails gets an error. A request whose mask is not ready in time is added to ``_late``.
         """
         masks = np.full((len(edits.grammars), -(-logits.shape[-1] // 32)), -1, np.int32)
         late = self._fill(masks, edits, range(len(masks)), time.monotonic() + self._mask_seconds)
@@ -141,9 +141,9 @@ class StepSampling:
         return masks
 
     def _fill(self, masks: np.ndarray, edits: StepEdits, wanted: Iterable[int], deadline: float) -> list[int]:
-        """Fill in the masks of the grammars ``wanted``.
+        """Fill in the masks of the grammars with the indices ``wanted``.
 
-        Return the grammars whose masks are not ready at ``deadline``.
+        Return the indices of grammars whose masks are not ready at ``deadline``, a time of ``time.monotonic``.
         """
         late = []
         for i in wanted:
@@ -204,7 +204,10 @@ class StepSampling:
         return self._late
 
     def void_samples(self, request_ids: set[str]) -> None:
-        """Void samples without a mask of requests that need one, because of a token that was unknown until now."""
+        """Void the samples of ``request_ids`` that were drawn without a grammar mask.
+
+        These requests need a mask because of a token that was unknown when the step was built.
+        """
         edits = self._edits
         masked = set() if edits is None else {self._row(edits.rows[i])[0] for i, _, _ in edits.grammars}
         self._late |= request_ids.intersection(self._req_ids) - masked

@@ -22,7 +22,10 @@ _one_trace_at_a_time = threading.Lock()
 
 @contextmanager
 def fused_views() -> Iterator[None]:
-    """Merge the views that this thread creates. Other threads are not affected."""
+    """Merge the views that this thread creates within the context.
+
+    Replaces methods of ``mx.array``. Other threads create views as before, but wait to enter this context.
+    """
     views = _Views()
     with _one_trace_at_a_time:
         originals = [(owner, name, getattr(owner, name)) for owner, name in (*_SHAPE_AFTER, *_IN_PLACE)]
