@@ -30,7 +30,7 @@ class CallEndSearch(Protocol):
 
 @dataclass(frozen=True)
 class CallText:
-    """Text of tool calls.
+    """Marks that enclose the text of tool calls.
 
     Attributes:
         starts: marks that begin a call.
@@ -49,18 +49,19 @@ class ReasoningPhase:
 
     Attributes:
         start: mark before the reasoning.
-        end: mark after it. A structured output begins here.
-        begins_inside: True if the prompt ends within reasoning, so that the output begins with it. Otherwise, the model
-            writes ``start`` itself, or does not reason.
+        end: mark after the reasoning. A structured output begins after this mark.
+        begins_inside: True if the prompt ends within reasoning, so that the output begins with reasoning. Otherwise,
+            the model writes ``start`` itself, or does not reason.
         budget: maximum number of tokens of the reasoning. At the budget, ``end_text`` and ``end`` are forced. None: no
             limit.
         end_text: text that is forced before ``end``.
         is_past: True if the prompt ends after the reasoning.
-        calls: text of tool calls, in which ``start`` is text. Only the search for stop strings uses it. None without
-            stop strings or tools.
-        next_message: text between messages, for a format whose outputs consist of messages.
-        content_start: text before a structured output in such a format. After a message, the model may write
-            ``content_start`` or ``start``. Empty for other formats, and without a structured output.
+        calls: marks of tool calls. Within a call, ``start`` is ordinary text. Only the search for stop strings uses
+            this attribute. None without stop strings or tools.
+        next_message: text between messages, for a format whose outputs consist of messages; otherwise empty.
+        content_start: text before a structured output, for a format whose outputs consist of messages. After a message,
+            the model may write ``content_start`` or ``start``. Empty for other formats, and without a structured
+            output.
     """
 
     start: str
@@ -102,8 +103,9 @@ class CallTrigger:
     Attributes:
         mark: the mark.
         grammar: Lark rules. The rule ``call`` derives the text from the mark, exclusive, to the end of the call,
-            inclusive. After it, the output is free again.
-        arguments: rules that depend on the schema of a tool. Each has a line of its own, ``rule: definition``.
+            inclusive. After the call, the output is free again.
+        arguments: rules of ``grammar`` that depend on the schema of a tool. Each of these rules is one line of
+            ``grammar``, ``rule: definition``.
         heads: texts that follow the mark at the start of calls, each with the name of the rule that derives the rest of
             such a call. A mark without one of these texts is content. Empty: every mark begins a call.
         is_whole: True if the call is the whole content. The mark counts only at the beginning of the content, after
@@ -122,7 +124,8 @@ class CallPhase:
     """Tool calls that a model may begin.
 
     Attributes:
-        triggers: marks that begin a call. If a mark is the beginning of another one, the longer one comes first.
+        triggers: marks that begin a call, each with the call's grammar. If a mark is the start of a longer mark, the
+            longer mark comes first.
         parallel: True if several calls are allowed. Otherwise, the output ends after the first call.
 
     If a structured output is an alternative to the calls, all calls begin with the first trigger.

@@ -14,7 +14,7 @@ from metal_engine.request import Request, TokenLogprobs
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.token_rules import NO_RULES, TokenRules
 
-# Placeholder for a draft that the runner's draft model fills in.
+# Placeholder for a draft that the runner's draft model or draft head fills in.
 UNKNOWN_DRAFT = -1
 # Number of a request's tokens that are new to the draft model in each drafting step: the last token, and the last draft
 # if all drafts were accepted.
@@ -113,8 +113,8 @@ class SchedulerOutput:
         pooled_req_ids: pooling requests whose prompts this step completes, in packing order.
         scheduled_spec_decode_tokens: request id -> drafts, which are computed as if they followed the request's last
             known token. That token is also in this step. The request samples after the last known token and after each
-            draft. If all drafts of a request are :data:`UNKNOWN_DRAFT`, the draft model fills them in, and may return
-            fewer drafts.
+            draft. If all drafts of a request are :data:`UNKNOWN_DRAFT`, the draft model or the draft head fills them
+            in, and may return fewer drafts.
         draft_model_req_ids: requests whose tokens in this step the draft model also computes, so that it has their KV.
             These requests sample nothing, or their first token.
         dropped_req_ids: requests that the runner must drop before this step: finished, aborted or preempted. If the
@@ -153,7 +153,10 @@ class SchedulerOutput:
         return kv is not None and bool(kv.loads or kv.state_loads)
 
     def with_drafts(self, drafting: Drafting) -> SchedulerOutput:
-        """Return the plan with the draft model's drafts filled in. Rows of missing drafts are removed."""
+        """Return the plan with the drafts of ``drafting`` in the place of :data:`UNKNOWN_DRAFT`.
+
+        Requests with missing drafts get fewer scheduled tokens.
+        """
         if not drafting.token_ids:
             return self
         planned, drafts = self.scheduled_spec_decode_tokens, drafting.token_ids
@@ -173,19 +176,19 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class Drafting:
-    """Result of the draft model in a step.
+    """Result of the draft model or of the draft head in a step.
 
     Attributes:
-        token_ids: request id -> drafts, for the requests that need the draft model's drafts. There are fewer drafts
-            than planned if the draft model lacks KV of the request's tokens, or if a draft would end the request. The
-            list can be empty.
+        token_ids: request id -> drafts, for the requests whose drafts are :data:`UNKNOWN_DRAFT` in the plan. There are
+            fewer drafts than planned if the draft model lacks KV of the request's tokens, if the head has kept no
+            output of the step before, or if a draft would end the request. The list can be empty.
         num_computed_tokens: request id -> number of leading tokens and drafts with KV of the draft model, for the
             requests that it ran for.
-        seconds: total time of the draft model.
+        seconds: total time of the draft model or head, in seconds.
         num_tokens: tokens the draft model computed to catch up, not counting the drafts and the tokens directly before
             them.
         num_forwards: number of forwards that computed drafts, one draft for each request.
-        forward_seconds: time of these forwards.
+        forward_seconds: time of the forwards that computed drafts, in seconds.
     """
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -223,7 +226,7 @@ class ModelOutput:
             drafts, it is the token after the accepted drafts.
         num_accepted_tokens: request id -> number of leading drafts that equal the tokens sampled in their places, for
             requests with drafts. The rows of the rejected drafts are void, and so are the blocks that only they occupy.
-        drafting: result of the draft model; None if the step did not need it.
+        drafting: result of the draft model or head; None if the plan requested nothing from it.
         logprobs: request id -> log probabilities of the request's new tokens, if requested.
         prompt_logprobs: request id -> log probabilities of the prompt tokens in this step, if requested.
         errors: request id -> reason why the request's own parameters end it. Its sampled token is void.
@@ -236,7 +239,7 @@ class ModelOutput:
         num_unmasked_drafts: number of drafts that cannot be accepted, because the grammar mask after them is unknown.
         pooled: request id -> vector or logits, [D] float32, for each of ``SchedulerOutput.pooled_req_ids``.
         decode_forward: outcome of the forward; None if not every row samples, or if replay was not requested.
-        encode_seconds: time that the device took for encoding the step's images.
+        encode_seconds: time that the device took for encoding the step's images, in seconds; 0 without images.
     """
 
     sampled_token_ids: list[int]
@@ -254,7 +257,7 @@ class ModelOutput:
     encode_seconds: float = 0.0
 
     def drafts_of(self, plan: SchedulerOutput, request_id: str) -> list[int]:
-        """Return the drafts that a request of ``plan`` had, from the plan or from the draft model."""
+        """Return the drafts that a request with drafts in ``plan`` had, from the plan or from :attr:`drafting`."""
         drafted = None if self.drafting is None else self.drafting.token_ids.get(request_id)
         return plan.scheduled_spec_decode_tokens[request_id] if drafted is None else drafted
 
@@ -273,8 +276,8 @@ class StepHandle(Protocol):
     def result(self) -> ModelOutput:
         """Wait for the step to end and return its results. Steps end in the order of their start.
 
-        Raises the error of the step, or KVCacheLostError if no KV is left. Steps started after a failed step are void:
-        they do not run, their handles must not be used, and their tokens must be computed again.
+        Raises the error of a failed step, or KVCacheLostError if no KV is left. Steps started after a failed step are
+        void: their handles must not be used, and their tokens must be computed again.
         """
 
 
@@ -288,9 +291,9 @@ class Runner(Protocol):
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Start one forward pass and one sampling pass for the plan, without waiting for the device.
 
-        If the plan needs the draft model, this method waits for the draft model only. If the previous step is still
-        sampling a request's last token, the token is taken from that step on the device. If this method raises, the
-        plan is refused, and the steps in flight are unchanged.
+        If the plan requests drafts of the draft model or head, this method waits for these drafts only. If the previous
+        step is still sampling a request's last token, the token is taken from that step on the device. If this method
+        raises, the plan is refused, and the steps in flight are unchanged.
         """
 
     def dispatch_second_part(self) -> None:
@@ -300,7 +303,7 @@ class Runner(Protocol):
         """
 
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
-        """Set a callback for the loss of another rank, after which a step may hang. It is called in another thread.
+        """Set a callback for the loss of another rank, after which a step may hang. Another thread calls the callback.
 
         Does nothing with one rank.
         """

@@ -13,7 +13,7 @@ class Matcher(Protocol):
     """Position of one output in its grammar. Belongs to one request. Used by one thread at a time.
 
     Attributes:
-        num_unconstrained_calls: number of tool calls whose grammar has failed, so that they are free text.
+        num_unconstrained_calls: number of tool calls of the output whose grammars have failed. Their text is free.
     """
 
     num_unconstrained_calls: int
@@ -44,7 +44,7 @@ class Matcher(Protocol):
 
         Args:
             drafts: tokens that may follow. The mask after each of them is computed, too, but the output does not
-                advance past them. Must be empty while an earlier mask has not been returned.
+                advance past them. Must be empty while :meth:`fill_mask` has not returned an earlier mask.
         """
 
     def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
@@ -77,7 +77,7 @@ class TokenRules:
 
     Attributes:
         stop_token_ids: tokens that end generation, and that are excluded in the first ``min_tokens`` tokens; [S] int32.
-        bad_words: tokens before an excluded token -> excluded tokens.
+        bad_words: leading tokens of a bad word -> tokens that are excluded after them, because they complete the word.
         allowed: mask of the only allowed tokens: bit ``i % 32`` of word ``i // 32`` for token ``i``, [W] int32; None
             allows all tokens.
         bias_ids: tokens whose logits are biased, [A] int32.
