@@ -71,8 +71,8 @@ class Reservation:
 
     A place counts as a waiting request until its request is submitted.
 
-    A client may send thousands of prompts at once. They are submitted gradually, as earlier prompts of the same client
-    end. Other clients therefore wait only for a part of them, and the queue is not filled with prompts that cannot
+    A client may send thousands of prompts at once. Its prompts are submitted gradually, as its earlier prompts end.
+    Other clients therefore wait only for the submitted prompts, and the queue is not filled with prompts that cannot
     start soon.
 
     Unused places are returned when the reservation is deleted.
@@ -97,7 +97,10 @@ class Reservation:
         self._engine._reserve(num_places, num_tokens, max(self._num_left - self._num_at_once, 0) - num_held)
 
     async def take(self, num_prompt_tokens: int) -> None:
-        """Wait until the next request may be submitted. Uses up one place for a prompt of ``num_prompt_tokens``."""
+        """Wait until the next request may be submitted. Use up one place for a prompt of ``num_prompt_tokens`` tokens.
+
+        Raises ValueError if no place for a prompt of this length is left.
+        """
         if not self._left[num_prompt_tokens]:
             raise ValueError(f"no place is reserved for a prompt of {num_prompt_tokens} tokens")
         await self._places.acquire()
@@ -124,7 +127,8 @@ class AsyncEngine:
         transport: engine that has not been started, in a thread or in a process of its own.
 
     Attributes:
-        last_used: time of the end of the last request in seconds of ``time.monotonic``.
+        last_used: time of the end of the last request, or of the creation of this object if no request has ended, in
+            seconds of ``time.monotonic``.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -149,7 +153,7 @@ class AsyncEngine:
         return self._transport.shutdown(timeout)
 
     def cut_requests(self, message: str) -> None:
-        """End every current and future request with an output of ``finish_reason`` ``abort``.
+        """End every current and future request with an output of ``finish_reason`` ``abort`` and the error ``message``.
 
         Call in the event loop.
         """
@@ -158,7 +162,7 @@ class AsyncEngine:
             self.cut_request(request_id, message)
 
     def cut_request(self, request_id: str, message: str) -> None:
-        """End one request with an output of ``finish_reason`` ``abort``.
+        """End one request with an output of ``finish_reason`` ``abort`` and the error ``message``.
 
         Unknown ids are ignored. Call in the event loop.
         """
@@ -210,7 +214,7 @@ class AsyncEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests outside the batch, including reserved places and requests in the engine's inbox."""
+        """Number of requests that are not running, including reserved places and requests in the engine's inbox."""
         return max(len(self._queues) + self._num_reserved - self.stats.num_running, 0)
 
     @property
@@ -300,7 +304,7 @@ class AsyncEngine:
                 reservation.end_request()
 
     def watch(self, on_frame: FrameSink) -> None:
-        """Set the callback for frames, replacing the previous callback. It is called in this event loop."""
+        """Set the callback for frames, replacing the previous callback. It is called in the running event loop."""
         loop = asyncio.get_running_loop()
 
         def hand_over(frame: Frame) -> None:

@@ -62,7 +62,7 @@ class EngineCore:
         self.num_steps = 0
         self._has_released = False  # True if the runner has freed the KV cache since the last step
         self._observer: StepObserver | None = None
-        # Called with each plan before it runs, so that another process knows the requests of a step that kills us.
+        # Called with each plan before it runs, so that the server knows the requests of a step that kills this process.
         self.on_plan: Callable[[SchedulerOutput], None] | None = None
         # True if a new process continues the requests when this engine ends.
         self.is_replaceable = False
@@ -177,11 +177,14 @@ class EngineCore:
         return self.scheduler.stats
 
     def watch(self, on_frame: FrameSink | None) -> None:
-        """Set the callback that receives frames about steps, replacing the previous one. None turns frames off."""
+        """Set the callback for frames about steps, replacing the previous callback. None turns frames off."""
         self._observer = None if on_frame is None else StepObserver(self.scheduler, on_frame)
 
     def flush_frames(self) -> bool:
-        """Send a pending frame to the callback. Call it while the engine is idle. Return True if more is pending."""
+        """Send a pending frame to the callback. Call it while the engine is idle.
+
+        Returns True if a part of the pool is still to be reported.
+        """
         return self._observer is not None and self._observer.flush_frames()
 
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
@@ -228,7 +231,7 @@ class EngineCore:
             except Exception as error:  # noqa: BLE001  (logged there)
                 self.scheduler.refused(plan)
                 # The next plan cannot follow directly on the steps in flight, because this failed plan came between.
-                # Their tokens are no progress after the failure.
+                # Finish them before the failure is counted: their tokens were computed before it.
                 while self._in_flight:
                     failed += self._finish_oldest()
                 return failed + self._retry(plan, error)
@@ -274,7 +277,7 @@ class EngineCore:
     def _add_prompt_logprobs(self, outputs: list[RequestOutput], parts: dict[str, PromptLogprobs]) -> None:
         """Collect a step's log probabilities of prompts, and add them to each request's first output.
 
-        If a part is computed again, the first values are kept.
+        If a preempted request computes its prompt again, the first values are kept.
         """
         for request_id, part in parts.items():
             known = self._prompt_logprobs.get(request_id)

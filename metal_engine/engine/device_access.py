@@ -22,11 +22,11 @@ class DeviceAccess:
         self.memory_bytes = memory_bytes
 
     def limited(self, device: DeviceInfo) -> DeviceInfo:
-        """Return the device with the memory for all models."""
+        """Return ``device`` with the memory for all models as its memory; ``device`` itself for the only model."""
         return device if self.memory_bytes is None else replace(device, memory_bytes=self.memory_bytes)
 
     def unlimited(self, device: DeviceInfo) -> DeviceInfo:
-        """Return the device for the checks of a model. With several models, its memory is practically unlimited.
+        """Return ``device`` for the checks of a model. With several models, the memory of the result is unlimited.
 
         Other models can be unloaded, so :meth:`check_fits` and :meth:`claim` check the memory instead.
         """
@@ -43,9 +43,8 @@ class DeviceAccess:
 
         Args:
             loading_bytes: memory needed until the next claim, if larger than ``num_bytes``.
-            step_bytes: estimate of the memory that the largest step needs in addition to ``num_bytes``. If None, the
-                claim is for the whole budget. Ignored after the model's first claim, because the model's size is then
-                known.
+            step_bytes: estimate of the memory that the largest step needs in addition to ``num_bytes``. None claims the
+                whole budget. Ignored after the model's first claim, because the model's size is then known.
 
         Raises:
             ModelTooLargeError: the claim exceeds the memory for all models.

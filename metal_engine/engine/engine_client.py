@@ -96,7 +96,8 @@ class EngineClient:
     def receive(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Convert the engine's outputs: fill in text and counts, and replace the engine's ids by the client's.
 
-        Changes the outputs. Skips the outputs of finished requests.
+        Changes and returns the given outputs, without the outputs of finished requests. If an output's tokens cannot be
+        decoded, an error output takes its place, and the request ends.
         """
         received = []
         for output in outputs:

@@ -96,7 +96,10 @@ class EngineThread:
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self, on_outputs: OutputSink, on_end: EndSink = lambda message: None) -> BuiltEngine:
-        """Start the thread and wait for the engine. Raises the errors of ``build``. Callbacks run in the thread."""
+        """Start the thread and wait until the engine is built. Raises the errors of ``build``.
+
+        The callbacks run in the started thread. If a rank is lost, another thread calls them.
+        """
         self._on_outputs, self._on_end = on_outputs, on_end
         self._thread.start()
         self._ready.wait()
@@ -150,7 +153,10 @@ class EngineThread:
         return adapters.load(name, path, self.call, within=within, in_place=in_place)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a short function in the thread between two steps, and wait for it. Raises the errors of the function."""
+        """Call a short function in the thread between two steps, and wait for it.
+
+        Raises the errors of the function, and EngineDeadError if the thread has ended.
+        """
         done: Future[None] = Future()
         with self._lock:
             if self._stopped:

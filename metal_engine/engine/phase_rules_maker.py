@@ -1,4 +1,4 @@
-"""Resolves the phases of an output to the tokens of a model."""
+"""Makes the grammars of outputs with phases (:mod:`metal_engine.output_phases`) for a model's tokenizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class PhaseRulesMaker:
-    """Factory of :class:`PhaseRules`. Thread-safe.
+    """Factory of the grammars of outputs with phases. Thread-safe.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -49,7 +49,7 @@ class PhaseRulesMaker:
     def rules_for(
         self, phases: OutputPhases, structured: StructuredOutputsParams | None, stop_token_ids: np.ndarray
     ) -> Grammar:
-        """Return the grammar of an output with phases.
+        """Return the grammar of an output with phases: :class:`PhaseRules`, or only the structured output's grammar.
 
         Waits for the compilation of a structured output. Grammars of tool calls in free content are compiled in the
         background.
@@ -82,7 +82,8 @@ class PhaseRulesMaker:
                     (first if trigger.is_whole else content).append(Mark(text.encode(), segment))
         reasoning_marks = [] if reasoning is None else [Mark(reasoning.end.encode(), after)]
         if reasoning is not None and reasoning.content_start and isinstance(after, Segment) and not after.tail:
-            # The model may leave out the end of a message. The grammar includes the text before the next one.
+            # The model may leave out the mark after the reasoning, and write the text between messages at once. The
+            # grammar of the structured output includes this text.
             begun = reasoning.next_message.encode()
             reasoning_marks.append(Mark(begun, replace(after, tail=begun)))
         return PhaseRules(
@@ -101,10 +102,13 @@ class PhaseRulesMaker:
     def _segments(
         self, structured: StructuredOutputsParams, reasoning: ReasoningPhase, beside: Mapping[str, Any]
     ) -> tuple[Segment | None, Segment]:
-        """Return the segments at the start of an output and after its reasoning. The first one is None for reasoning.
+        """Compile a structured output for two places: the start of an output, and after its reasoning.
 
         Args:
             beside: tool calls that may take the place of the structured output (:mod:`metal_engine.grammars.source`).
+
+        Returns:
+            The segment at the start, None if the output begins within reasoning, and the segment after the reasoning.
         """
         has_messages = bool(reasoning.content_start)
         opens = {"opening": self._lark(reasoning.start)}
@@ -130,14 +134,15 @@ class PhaseRulesMaker:
         return self._compiler.compile(structured, tail=end, special=special, **place)
 
     def _beside_calls(self, calls: CallPhase | None, compiled: Callable[[dict[str, Any]], _T]) -> _T:
-        """Return a structured output that tool calls may replace.
+        """Return the result of ``compiled`` for a structured output that tool calls may replace.
 
         If the grammar of the calls is refused, the arguments of all tools are left open. If the open grammar is refused
         too, the output may have no calls.
 
         Args:
             calls: tool calls; None if there are none.
-            compiled: compiles the structured output beside calls.
+            compiled: compiles the structured output. Its argument has the key ``calls`` with the tool calls, or is
+                empty.
         """
         if calls is None:
             return compiled({})

@@ -28,8 +28,8 @@ from metal_engine.token_rules import NO_RULES, TokenRules
 # Sampling parameters of pooling requests: they produce one result where other requests produce a first token.
 _POOLING = SamplingParams(max_tokens=1, temperature=0.0)
 
-# Maximum size of a prompt's encoder inputs. The request holds them until its end, and a message carries them to the
-# engine's process.
+# Maximum size of a prompt's encoder inputs in bytes. The request holds them until its end, and messages carry them to
+# the engine's process.
 MAX_IMAGE_BYTES = MAX_INPUT_BYTES
 
 
@@ -73,6 +73,8 @@ class RequestPreparer:
             PromptError: the model cannot generate, the prompt is empty, the request exceeds the KV cache, or the images
                 are not supported or too large.
             ValueError: the positions of the images do not fit the prompt.
+            OverloadedError: too many grammars are waiting to be compiled.
+            Cancelled: the client has disconnected.
         """
         return self.prepare_all([prompt_token_ids], params, cache_salt, images=[images])[0]
 
@@ -85,11 +87,11 @@ class RequestPreparer:
         adapter: Adapter | None = None,
         images: Sequence[PromptImages | None] | None = None,
     ) -> list[PreparedRequest]:
-        """Prepare several prompts that share sampling parameters, as :meth:`prepare` does.
-
-        Resolves the parameters once, or uses ``rules`` if the caller has resolved them already.
+        """Prepare several prompts that share sampling parameters. Raises as :meth:`prepare`.
 
         Args:
+            rules: result of :meth:`rules_for` for ``params``; None to resolve ``params`` once for all prompts.
+            adapter: LoRA adapter of the requests; None without an adapter.
             images: images of each prompt; None if no prompt has images.
         """
         if not self._config.model.can_generate:
@@ -172,7 +174,7 @@ class RequestPreparer:
             self.images.close()
 
     def _check_images(self, prompt: list[int], images: PromptImages, params: SamplingParams) -> None:
-        """Raise as :meth:`prepare` if the images of a prompt cannot be served."""
+        """Raise PromptError, ParameterError or ValueError, as :meth:`prepare`, if images cannot be served."""
         if (refusal := self._config.model.image_refusal) is not None:
             raise PromptError(f"{self._config.model.name} cannot be given images here: {refusal}")
         if params.truncate_prompt_tokens is not None:
@@ -193,7 +195,12 @@ class RequestPreparer:
             raise PromptError(message)
 
     def _check_step(self, images: PromptImages, params: SamplingParams) -> None:
-        """Raise PromptError if a step cannot compute a whole image of the prompt."""
+        """Check that a step can compute each bidirectional image of a prompt as a whole.
+
+        Raises:
+            PromptError: an image is too large for a step.
+            ParameterError: log probabilities of the prompt are requested.
+        """
         if params.prompt_logprobs is not None:
             raise ParameterError("prompt_logprobs", "is not supported with images of this model")
         limit = self._config.scheduler
@@ -214,6 +221,7 @@ class RequestPreparer:
         """Return the last ``limit`` tokens of the prompt.
 
         None keeps all tokens. -1 keeps the tokens that fit into the context beside ``num_new_tokens`` new tokens.
+        Raises ParameterError if ``limit`` exceeds the context length.
         """
         max_model_len = self._config.scheduler.max_model_len
         if limit is None:

@@ -51,7 +51,7 @@ class StepSegment:
 
 @dataclass(slots=True)
 class StepRow:
-    """Row of a frame: one step, or several consecutive steps with the segments of the first.
+    """Row of a frame: one step, or several consecutive steps that are shown with the segments of the first step.
 
     Attributes:
         step_id: id of the first step.
@@ -100,8 +100,8 @@ class Frame:
         rows: steps that have ended.
         requests: new requests.
         tables: changes of block tables by request key.
-        cached: blocks whose contents are now registered in the prefix cache.
-        uncached: blocks whose contents are no longer registered.
+        cached: ids of blocks whose contents are now registered in the prefix cache.
+        uncached: ids of blocks whose contents are no longer registered.
         preempted: keys of requests that lost their blocks and wait again.
         finished: keys of requests that have left the engine. These keys are not used again.
         drafts: numbers of proposed and accepted drafts of finished requests that had drafts, by request key.
@@ -171,7 +171,7 @@ class StepObserver:
         self._begin()
 
     def _begin(self) -> None:
-        """Report the whole state again, spread over several frames."""
+        """Start to report all running requests and all cached blocks again, spread over several frames."""
         self._num_forgets = self._blocks.num_forgets
         self._cursor = 0
         self._unreported = list(self._scheduler.running.values())
@@ -204,7 +204,7 @@ class StepObserver:
             self._begin_step(plan, now)
 
     def flush_frames(self) -> bool:
-        """Send a pending frame while the engine is idle. Return True if more of the state is pending."""
+        """Send a pending frame while the engine is idle. Return True if a part of the pool is still to be reported."""
         now = time.monotonic()
         self._end_step(now)
         self._finish_frame(now)

@@ -84,6 +84,7 @@ class TokenRulesMaker:
         Raises:
             ParameterError: the model does not support the parameters.
             OverloadedError: too many grammars are waiting to be compiled.
+            Cancelled: the request was cancelled while its grammar was compiled.
         """
         self._check_sizes(params)
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_token_ids
@@ -143,7 +144,10 @@ class TokenRulesMaker:
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def _bad_words(self, params: SamplingParams) -> dict[tuple[int, ...], list[int]]:
-        """Return the last tokens of bad words, by the tokens before them."""
+        """Return the last tokens of bad words, by the tokens before them in the word. The key is () for single tokens.
+
+        Raises ParameterError if a word cannot be tokenized or has no tokens.
+        """
         ends: dict[tuple[int, ...], list[int]] = {}
         for word in params.bad_words:
             for *before, last in self._spellings(word):

@@ -35,7 +35,7 @@ class AdapterTable(Protocol):
 
 
 class StartedEngine(Protocol):
-    """Facts and numbers of a started engine, and the preparer of its requests.
+    """Configuration, stats and metrics of a started engine, and the preparer of its requests.
 
     Attributes:
         adapters: LoRA adapters; None if the model was loaded without LoRA support.
@@ -77,7 +77,7 @@ class Transport(TokenEngine, Protocol):
 
         Args:
             on_outputs: callback for the outputs of each step. Called in another thread. Must not block.
-            on_end: callback for the end of the engine, with a message. No outputs follow.
+            on_end: callback with a message, called when the engine ends. No outputs follow.
 
         Raises:
             ModelLoadError: the model cannot be loaded or run.

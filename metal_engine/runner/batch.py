@@ -252,7 +252,7 @@ class RequestTable:
         self._num_tokens[indices] += 1
 
     def follow_phases(self, request_ids: list[str], output: ModelOutput) -> set[str]:
-        """Advance the phases of all outputs past their new tokens. Return ids of requests whose next token needs a mask.
+        """Advance the phases of all outputs past their new tokens. Return the requests whose next token needs a mask.
 
         Call it after :meth:`append_tokens`, with the same arguments. Sets ``constrained`` in ``output``, and adds to
         its ``num_unconstrained_calls``.

@@ -55,11 +55,9 @@ MIN_TABLE_BLOCKS = 16
 
 _Trace = Callable[..., Any]
 
+# The forward of a draft head has the head's output, [N, hidden_size], in the place of the logits.
 ForwardResult = tuple[mx.array, mx.array | None]
-"""Result of a forward: logits, [R, vocab_size], and hidden states of all rows, [N, hidden_size], or None.
-
-The forward of a draft head has its output, [N, hidden_size], in the place of the logits.
-"""
+"""Logits of a forward, [R, vocab_size], and hidden states of all rows, [N, hidden_size], or None."""
 
 
 class ReplayableModel(Protocol):

@@ -39,7 +39,10 @@ class PooledPrompt:
         self._count = 0
 
     def wanted(self, start: int, end: int) -> tuple[int, int]:
-        """Return the range (first, end) of positions in [``start``, ``end``) whose hidden states count; may be empty."""
+        """Return the range (first, end) of the positions from ``start`` to ``end`` - 1 whose hidden states count.
+
+        The range may be empty.
+        """
         first = max(start, self._first)
         return first, max(first, min(end, self._end))
 

@@ -24,7 +24,7 @@ _one_trace_at_a_time = threading.Lock()
 def fused_views() -> Iterator[None]:
     """Merge the views that this thread creates within the context.
 
-    Replaces methods of ``mx.array``. Other threads create views as before, but wait to enter this context.
+    Replaces functions of ``mlx.core``. Other threads create views as before, but wait to enter this context.
     """
     views = _Views()
     with _one_trace_at_a_time:

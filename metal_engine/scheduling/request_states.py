@@ -306,7 +306,7 @@ class RequestStates:
     def is_rejected(self, request: Request) -> bool:
         """Return True if a draft was rejected, or if the last planned step recomputes accepted drafts.
 
-        If the request then has several tokens left to compute, they are accepted drafts, not a prompt.
+        If the request then has several tokens left to compute, it recomputes accepted drafts, and is not a prefill.
         """
         held = self._held.get(request.request_id)
         return held is not None and (held.is_rejected or held.is_recomputing)

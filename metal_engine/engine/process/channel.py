@@ -1,4 +1,7 @@
-"""Bounded exchange of framed messages over a Unix socket. A frame is a length of 4 bytes and a message."""
+"""Bounded exchange of framed messages over a Unix socket.
+
+A frame is the length of the message (4 bytes, little-endian) and the message.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from contextlib import suppress
 from metal_engine.engine.process.wire import Message, WireError, encode
 
 _LENGTH = struct.Struct("<I")
-# Maximum size of a message: log probabilities of a prompt take 300 bytes a token, and one image up to 512 MiB.
+# Maximum size of a message in bytes. Log probabilities of a prompt take 300 bytes a token, and one image up to 512 MiB.
 MAX_MESSAGE_BYTES = 1 << 30
 # Unsent bytes beyond which sending blocks, if the channel may block.
 _MAX_UNSENT_BYTES = 1 << 26
@@ -25,11 +28,11 @@ class Channel:
 
     Args:
         sock: connected stream socket in blocking mode. Belongs to the channel.
-        stall_seconds: time after which the channel is closed if the peer reads nothing. Sending never blocks. None:
-            sending blocks while much is unsent, until the peer reads on.
+        stall_seconds: time after which the channel is closed if the peer reads nothing. Sending then never blocks. None
+            keeps the channel open, and sending blocks while 64 MiB or more are unsent.
 
     Attributes:
-        problem: reason why this end has closed the channel; empty without one.
+        problem: reason why this end has closed the channel; empty without a reason.
     """
 
     def __init__(self, sock: socket.socket, stall_seconds: float | None = None) -> None:
@@ -49,7 +52,7 @@ class Channel:
         threading.Thread(target=self._write, name="engine-outbox", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Send a message, unless the channel is closed: the receiving thread then finds its end.
+        """Send a message, or append it to the unsent bytes. If the channel is closed, the message is dropped.
 
         Raises:
             WireError: the message is too large. Nothing is sent.
@@ -79,8 +82,8 @@ class Channel:
         """Wait for a message and return it.
 
         Raises:
-            EOFError: the peer has closed the socket.
-            WireError: the frame is larger than a message may be.
+            EOFError: the peer has closed the socket, or this end was closed.
+            WireError: the frame is larger than ``MAX_MESSAGE_BYTES``.
         """
         (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if size > MAX_MESSAGE_BYTES:
@@ -123,7 +126,7 @@ class Channel:
             self._changed.wait_for(lambda: not self._unsent or self._is_closed)
 
     def close(self) -> None:
-        """Close the channel. A thread that receives finds its end."""
+        """Close the channel, and drop unsent messages. A thread in :meth:`receive` gets an EOFError."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """The process of an engine: runs the engine in a thread, and exchanges messages with the server.
 
-The process ends with the server: at the end of the socket, and by a signal of the system or by polling if the main
-thread cannot read the socket.
+The process ends when the server ends, because the socket then ends. If the main thread cannot read the socket, a signal
+of the system or a polling thread ends the process (``end_with_parent.py``).
 """
 
 from __future__ import annotations
@@ -47,19 +47,22 @@ from metal_engine.step import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-# Interval at which changed numbers are sent. They are also sent before outputs that finish requests.
+# Interval in seconds at which changed stats and metrics (`wire.Numbers`) are sent. They are also sent before outputs
+# that finish requests.
 _NUMBERS_SECONDS = 0.1
 _BLAS_INTERVALS = 10  # adaptations of the number of BLAS threads are this many intervals apart
-_HEARTBEAT_INTERVALS = 10  # unchanged numbers are sent this many intervals apart
+_HEARTBEAT_INTERVALS = 10  # unchanged stats and metrics are sent this many intervals apart
 _IDLE_INTERVALS = 100  # freed memory goes back to the system after this many intervals without a change
 
-# Functions that import the modules of the engine, and that build the engine.
+# PrepareFunction imports the modules of the engine. BuildFunction builds the engine.
 PrepareFunction = Callable[[], DeviceInfo]
 BuildFunction = Callable[[wire.Build, DeviceAccess], BuiltEngine]
 
 
 class _ServersDevice(DeviceAccess):
     """Device access of one of several models. The server grants the memory, or kills this process.
+
+    :meth:`check_fits` and :meth:`claim` therefore raise no errors.
 
     Args:
         send: sends a message to the server.
@@ -78,7 +81,7 @@ class _ServersDevice(DeviceAccess):
         self._granted.acquire()
 
     def grant(self) -> None:
-        """Let the waiting thread go on."""
+        """Wake the thread that waits in :meth:`claim`."""
         self._granted.release()
 
 
@@ -88,7 +91,8 @@ class EngineChild:
     Args:
         channel: channel to the server.
         prepare: function that imports the modules of the engine and returns its device. Called in the engine's thread.
-        build: function that builds the engine. Called in the engine's thread after the server's order.
+        build: function that builds the engine. Called in the engine's thread after the server has sent
+            :class:`wire.Build`.
     """
 
     def __init__(self, channel: Channel, prepare: PrepareFunction, build: BuildFunction) -> None:
@@ -117,6 +121,7 @@ class EngineChild:
 
         Raises:
             EOFError: the server has ended.
+            WireError: a message is malformed.
         """
         threading.Thread(target=self._start, name="engine-numbers", daemon=True).start()
         while True:
@@ -129,7 +134,10 @@ class EngineChild:
             self._process(message)
 
     def _start(self) -> None:
-        """Build the engine, tell the server, and send its numbers from then on. Runs in its own thread."""
+        """Build the engine, report it to the server, and send its stats and metrics from then on.
+
+        Runs in its own thread, and never returns. If the engine cannot be built, the process ends.
+        """
         try:
             self._engine = engine = self._thread.start(self._on_outputs, self._on_end)
         except BaseException as error:
@@ -180,10 +188,12 @@ class EngineChild:
         return self._engine
 
     def _send_numbers(self, *, is_heartbeat: bool = False) -> bool:
-        """Send the numbers if they have changed. Return True if so. Later numbers never precede earlier ones.
+        """Send the engine's stats and metrics if they have changed. Return True if they have changed.
+
+        Several threads may call this method. The messages are in order of time.
 
         Args:
-            is_heartbeat: True to send them in any case.
+            is_heartbeat: True to send stats and metrics even if they have not changed.
         """
         with self._sending_numbers:
             numbers = self._numbers()
@@ -205,13 +215,16 @@ class EngineChild:
 
     def _on_outputs(self, outputs: list[RequestOutput]) -> None:
         if self._thread.error is not None:
-            return  # errors of all requests, which another process may continue
+            return  # the outputs are errors for all requests, but a new process may continue the requests
         if any(output.finish_reason is not None for output in outputs):
             self._send_numbers()
         self._channel.send(wire.Outputs([packed_output(output) for output in outputs], self._built.stats))
 
     def _on_plan(self, plan: SchedulerOutput) -> None:
-        """Tell the server the requests of a step. It finds them in the socket if the step ends this process."""
+        """Send the ids of a step's requests to the server.
+
+        If the step ends this process, the server can still read the message from the socket.
+        """
         request_ids = list(plan.num_scheduled_tokens)
         if request_ids != self._computing:
             self._computing = request_ids
@@ -260,7 +273,10 @@ class EngineChild:
                 self._resources.release(message)
 
     def _add_when_made(self, message: wire.Submit, _: object = None) -> None:
-        """Add a request to the engine when its grammar and its adapter are made. Only resumed requests wait."""
+        """Add a request to the engine when its grammar and its adapter are made. Only resumed requests have to wait.
+
+        If one of them cannot be made, the request ends with an error.
+        """
         if message.request_id not in self._waiting:
             return  # the request has ended
         needed = self._resources.needed_by(message)
@@ -285,7 +301,7 @@ class EngineChild:
 
 
 def serve_engine(descriptor: int, set_up: Callable[[wire.Start], tuple[PrepareFunction, BuildFunction]]) -> NoReturn:
-    """Run an engine for the server at the other end of a socket, and end this process.
+    """Run an engine for the server at the other end of a socket. Then end this process.
 
     Args:
         descriptor: descriptor of the socket.

@@ -13,9 +13,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends: by a signal of the system on Linux, and elsewhere by polling.
+    """Arrange that this process ends when its parent ends. Returns at once.
 
-    On Linux, the parent is the thread that has started this process.
+    On Linux, the system sends SIGKILL when the thread that has started this process ends. Elsewhere, a thread checks
+    once a second whether the parent has ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A process that runs an engine, as its server sees it: its start, its messages and the reason of its end."""
+"""Server side of a process that runs an engine: its start, its messages and the reason of its end."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class ProcessEndedError(ModelLoadError):
 
 
 class EngineProcess:
-    """Spawned process of an engine, which imports its modules and waits. The calling thread must live as long.
+    """Spawned process of an engine. The process imports its modules, and waits for :meth:`build`.
 
-    On Linux, the system ends the process when the thread that has spawned it ends.
+    On Linux, the system ends the process when the thread that has spawned it ends, so this thread must live as long.
 
     Args:
         module: main module of the process, which gets the descriptor of a socket as its argument.
@@ -75,7 +75,10 @@ class EngineProcess:
         return self._errors.last_words()
 
     def device(self) -> DeviceInfo:
-        """Wait until the process has imported its modules, and return its device. Raises as :meth:`build`."""
+        """Wait until the process has imported its modules. Return its device. Raises the same errors as :meth:`build`.
+
+        Call it at most once, before :meth:`build`.
+        """
         try:
             return self._receive_one(wire.Device).info
         except (EOFError, wire.WireError) as error:
@@ -85,7 +88,7 @@ class EngineProcess:
         """Build the engine, and wait until the model is loaded.
 
         Args:
-            access: gets the claims of memory. Its errors are raised.
+            access: grants the memory that the process claims. Its errors are raised.
 
         Raises:
             ModelLoadError: the model cannot be loaded.
@@ -105,7 +108,11 @@ class EngineProcess:
         return message
 
     def _receive_one(self, kinds: type[M] | tuple[type[M], ...]) -> M:
-        """Receive a message of one of these types. Raises the error of a :class:`wire.Refused`."""
+        """Receive a message of one of these types.
+
+        Raises the error of a :class:`wire.Refused`, EOFError if the process has ended, and WireError for any other
+        message.
+        """
         message = wire.decode_from_engine(self._channel.receive())
         if isinstance(message, wire.Refused):
             raise unpacked_error(message.error)
@@ -114,7 +121,10 @@ class EngineProcess:
         return message
 
     def receive_all(self, on_message: Callable[[wire.FromEngine], None]) -> str:
-        """Pass on all messages until the process ends. Return the reason of the end."""
+        """Pass all messages to ``on_message`` until the process ends. Return the reason of the end.
+
+        Kills the process if a message is malformed or ``on_message`` raises an error.
+        """
         try:
             while True:
                 message = wire.decode_from_engine(self._channel.receive())
@@ -144,7 +154,10 @@ class EngineProcess:
         return self._reason or problem
 
     def end_hang(self, hang: str) -> None:
-        """End a process that hangs. A description of the hang becomes the reason of the end. Thread-safe."""
+        """End a process that hangs, after it has written the stacks of its threads. Thread-safe.
+
+        ``hang`` describes the hang, and becomes the reason of the end.
+        """
         self._channel.problem = hang
         self.popen.send_signal(wire.DUMP_SIGNAL)
         time.sleep(_DUMP_SECONDS)

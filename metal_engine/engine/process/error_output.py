@@ -1,4 +1,4 @@
-"""Standard error of an engine's process: copied to this process's, and remembered for the reason of its end."""
+"""Copies the standard error of an engine's process, and keeps its last lines to explain the end of the process."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from contextlib import suppress
 
 _STDERR = 2
 _READ_BYTES = 1 << 16
-# Lines of the process that count as its last words: their maximum number, length and age in seconds at its end.
+# Lines of the process that count as its last words: their maximum number, length in bytes, and age in seconds when
+# `last_words` is called.
 _MAX_LINES, _MAX_CHARACTERS, _MAX_AGE = 3, 300, 5.0
 _MAX_REMEMBERED = 200
-# Beginnings of lines at which Python's dump of all threads begins.
+# Prefixes of the line at which Python's dump of all threads begins.
 _DUMPS = ("Thread 0x", "Current thread 0x")
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[^\x20-\x7e\x80-\U0010ffff]")
 
 
 class ErrorOutput:
-    """Copy of a process's standard error. If this process's is a terminal, so is the process's.
+    """Copies the standard error of an engine's process to the standard error of this process.
+
+    If the standard error of this process is a terminal, the engine's process gets a terminal of the same size.
 
     Attributes:
-        descriptor: descriptor for the process. Close it with :meth:`start` when the process has inherited it.
+        descriptor: descriptor that the engine's process inherits as its standard error. :meth:`start` closes it in this
+            process.
     """
 
     def __init__(self) -> None:
@@ -38,7 +42,7 @@ class ErrorOutput:
         self._thread = threading.Thread(target=self._copy, name="engine-stderr", daemon=True)
 
     def start(self) -> None:
-        """Start to copy."""
+        """Close :attr:`descriptor` in this process, and start the thread that copies."""
         os.close(self.descriptor)
         self._thread.start()
 
@@ -63,8 +67,8 @@ class ErrorOutput:
                 self._lines.append((now, text))
 
     def wait(self) -> None:
-        """Wait until everything is copied, after the end of the process."""
-        self._thread.join(1.0)  # a process of the process may have inherited the descriptor
+        """Wait up to a second until everything is copied. Call it after the end of the process."""
+        self._thread.join(1.0)  # a child of the engine's process may have inherited the descriptor
 
     def last_words(self) -> str:
         """Return the last lines of a process that has ended, joined to one line; empty without lines."""

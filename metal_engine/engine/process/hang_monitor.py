@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-# Number of parts in which the shortest limit is counted.
+# The thread wakes this many times within the shortest limit.
 _PARTS = 20
 
 
 class HangMonitor:
     """Reports a hang if the process has made no progress for longer than a limit.
 
-    A separate thread counts the time in parts, so that the time does not advance while this process is stopped.
+    A separate thread adds up its waiting times, so that the time does not advance while this process is stopped.
 
     Args:
-        on_hang: callback that ends the process, called in the thread with a description of the hang.
-        least_seconds: shortest limit.
+        on_hang: callback that ends the process. The monitor's thread calls it with a description of the hang.
+        least_seconds: shortest limit that will be set, in seconds.
     """
 
     def __init__(self, on_hang: Callable[[str], None], least_seconds: float) -> None:
@@ -36,7 +36,7 @@ class HangMonitor:
         self._is_closed.set()
 
     def set_limit(self, seconds: float, hang: str) -> None:
-        """Count from now on, until ``seconds`` have passed without progress.
+        """Report a hang when ``seconds`` have passed from now on without progress.
 
         Args:
             hang: description of the hang, without the time.
@@ -45,7 +45,7 @@ class HangMonitor:
         self._limit = seconds, hang
 
     def clear_limit(self) -> None:
-        """Do not count."""
+        """Report no hang until the next limit is set."""
         self._limit = None
 
     def progressed(self) -> None:

@@ -32,7 +32,7 @@ from metal_engine.lora_adapter import Adapter
 from metal_engine.request import PreparedRequest
 from metal_engine.token_rules import Grammar
 
-# Grammars made at once. Grammars that wait for their compilation are limited to fewer.
+# Maximum number of structured outputs whose grammars are made at once. `GrammarCompiler` allows fewer waiting grammars.
 _MAX_GRAMMARS = 32
 # Number of retries for a grammar that an earlier process has made: only a time limit on a busy machine can refuse it.
 _NUM_RETRIES = 3
@@ -40,7 +40,12 @@ _NUM_RETRIES = 3
 
 @dataclass(frozen=True)
 class _KeyedGrammar:
-    """Grammar that the server has not released. ``made`` is its future."""
+    """Grammar that the server has requested.
+
+    Attributes:
+        made: future of the grammar.
+        released: set when the server has released the grammar, which cancels its compilation.
+    """
 
     made: Future[Grammar]
     released: threading.Event
@@ -70,7 +75,7 @@ class KeyedResources:
     # --- for requests ---
 
     def needed_by(self, message: wire.Submit) -> list[Future[Any]]:
-        """Return the futures of a request's grammar and adapter."""
+        """Return the futures of a request's grammar and adapter, if it has them."""
         needed: list[Future[Any]] = []
         if message.rules.grammar is not None:
             needed.append(self._grammars[message.rules.grammar].made)
@@ -79,13 +84,13 @@ class KeyedResources:
         return needed
 
     def unpacked(self, message: wire.Submit) -> PreparedRequest:
-        """Return a request with its resources, which must have been made."""
+        """Return the request of a message. Its resources must have been made. Raises WireError."""
         grammar = None if message.rules.grammar is None else self._grammars[message.rules.grammar].made.result()
         adapter = None if message.adapter is None else self._adapters[message.adapter].result()
         return unpacked_request(message, grammar, adapter, self._image_inputs)
 
     def release(self, message: wire.Release) -> None:
-        """Forget resources that the server no longer needs."""
+        """Drop resources that the server no longer needs. Compilations of released grammars are cancelled."""
         for key in message.adapters:
             self._adapters.pop(key, None)
         for key in message.images:
@@ -97,11 +102,11 @@ class KeyedResources:
     # --- making them ---
 
     def add_image_inputs(self, message: wire.ImageInputs) -> None:
-        """Keep the inputs of an image."""
+        """Store the encoder inputs of an image under the message's key. Raises WireError."""
         self._image_inputs[message.key] = unpacked_inputs(message)
 
     def make_grammar(self, message: wire.MakeGrammar) -> None:
-        """Make a grammar, and tell the server."""
+        """Make a grammar, and send a :class:`wire.Reply`. A structured output is compiled in another thread."""
 
         def make() -> Grammar:
             stop_token_ids = np.frombuffer(message.stop_token_ids, np.int32)
@@ -126,23 +131,30 @@ class KeyedResources:
         lent.made.add_done_callback(partial(self._answer, message.call))
 
     def add_loaded(self, adapters: Iterable[Adapter]) -> None:
-        """Keep adapters that were loaded with the model."""
+        """Store adapters that were loaded with the model. The key of each is its negative slot."""
         for adapter in adapters:
             loaded: Future[Adapter] = Future()
             loaded.set_result(adapter)
             self._adapters[-adapter.slot] = loaded
 
     def load_adapter(self, message: wire.LoadAdapter) -> None:
-        """Load an adapter, and tell the server."""
+        """Load an adapter in another thread, and send a :class:`wire.Reply`."""
         self._adapters[message.call] = loaded = self._adapter_calls.submit(self._loaded, message)
         loaded.add_done_callback(partial(self._answer, message.call))
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter after the loads that were requested before."""
+        """Unload an adapter in another thread, after all loads that were requested before."""
         self._adapter_calls.submit(self._unload, name)
 
     def _loaded(self, message: wire.LoadAdapter) -> Adapter:
-        """Load an adapter. An adapter of an earlier process may be among the adapters that this process has loaded."""
+        """Load an adapter and return it.
+
+        If an earlier process had the adapter, the message has its fingerprint. An adapter with this fingerprint is then
+        returned if this process has it.
+
+        Raises:
+            AdapterError: the adapter cannot be loaded, or its files have changed since an earlier process loaded it.
+        """
         name, path = unpacked_text(message.name), unpacked_text(message.path)
         within = None if message.within is None else Path(unpacked_text(message.within))
         if message.fingerprint is None:
@@ -167,7 +179,7 @@ class KeyedResources:
             adapters.unload(name)
 
     def _answer(self, call: int, made: Future[Any]) -> None:
-        """Send the result of a call, or its error."""
+        """Send the result of a call or its error. If the engine has ended, an error is not sent."""
         if (error := made.exception()) is None:
             result = made.result()
             self._send(wire.Reply(call, packed_adapter(result) if isinstance(result, Adapter) else None))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Time within which the number of new processes is limited.
+# Period in seconds within which the number of new processes is limited.
 RESTART_SECONDS = 60.0
-# The largest step was measured without a context, and alone on the device.
+# Time limit of a step, relative to the measured time of the largest step. The measured step had no context, and ran
+# alone on the device.
 _STEP_FACTOR = 10.0
-# A step compiles fewer kernels than the check of the model and its largest step at load, which compile most of them.
+# Time limit of a step, relative to the time of the model's check and largest step at load, which compile most kernels.
 _WARM_UP_FACTOR = 2.0
+# Time limit of a later load, relative to the first load.
 _LOAD_FACTOR = 4.0
-# How much longer an engine that has requests waits for its spare process.
+# Additional delay in seconds until the spare process is started, while the engine has requests.
 BUSY_DELAY_SECONDS = 30.0
 
 
@@ -21,7 +23,7 @@ class ProcessLimits:
 
     Attributes:
         max_restarts: maximum number of new processes within :data:`RESTART_SECONDS`, and of consecutive new processes
-            without any output. Beyond it, the engine ends.
+            without any output. If more would be needed, the engine ends.
         stall_seconds: time after which a process that reads no message is killed.
         step_seconds: minimum time after which a process that computes no step is killed. The time is longer for models
             whose steps are slow, or whose kernels were compiled slowly at load.
@@ -37,7 +39,7 @@ class ProcessLimits:
     spare_delay: float = 5.0
 
     def of_steps(self, largest_seconds: float, warm_up_seconds: float) -> float:
-        """Return the time after which a process that computes no step is killed.
+        """Return the time in seconds after which a process that computes no step is killed.
 
         Args:
             largest_seconds: measured time of the largest step without a context.
@@ -46,9 +48,9 @@ class ProcessLimits:
         return max(self.step_seconds, _STEP_FACTOR * largest_seconds, _WARM_UP_FACTOR * warm_up_seconds)
 
     def of_load(self, first_seconds: float) -> float:
-        """Return the time after which a new process that loads the model again is killed.
+        """Return the time in seconds after which a new process that loads the model again is killed.
 
         Args:
-            first_seconds: time of an earlier load.
+            first_seconds: duration of the first load in seconds.
         """
         return max(self.load_seconds, _LOAD_FACTOR * first_seconds)

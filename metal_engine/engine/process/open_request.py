@@ -17,8 +17,9 @@ class OpenRequest:
     """Request that the process has not finished, with its output so far.
 
     Attributes:
-        image_inputs: inputs of the request's images in the process.
-        num_failures: number of ends of a process that computed the request since its last token.
+        so_far: all tokens and counts of the output so far, merged; None without tokens.
+        image_inputs: inputs of the request's images, which the process keeps while these objects exist.
+        num_failures: number of processes that have ended while they computed the request, since its last token.
     """
 
     prepared: PreparedRequest
@@ -37,7 +38,7 @@ class OpenRequest:
         return packed_request(request_id, self.prepared, self.seed, self.options, *state, key, images)
 
     def add(self, output: RequestOutput) -> None:
-        """Record new tokens."""
+        """Add the tokens of an output to :attr:`so_far`, and reset :attr:`num_failures`. No effect without tokens."""
         if not output.token_ids:
             return
         if self.so_far is None:

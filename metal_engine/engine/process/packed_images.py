@@ -29,10 +29,10 @@ def packed_images(images: PromptImages | None, keys: Mapping[bytes, int]) -> Ima
 
 
 def unpacked_images(images: Images | None, inputs: Mapping[int, InputArrays]) -> PromptImages | None:
-    """Return the images of :func:`packed_images`.
+    """Return the images of a prompt from the result of :func:`packed_images`.
 
     Args:
-        inputs: map from keys to inputs.
+        inputs: map from keys to the encoder inputs of images.
     """
     if images is None:
         return None
@@ -54,7 +54,7 @@ def packed_inputs(key: int, inputs: InputArrays) -> ImageInputs:
 
 
 def unpacked_inputs(message: ImageInputs) -> InputArrays:
-    """Return the inputs of :func:`packed_inputs`. Raises WireError."""
+    """Return the encoder inputs of an image from the result of :func:`packed_inputs`. Raises WireError."""
     with checked():
         return {
             name: np.frombuffer(array.data, np.dtype(array.dtype)).reshape(array.shape)

@@ -28,7 +28,7 @@ _PLAIN_PARAMS = ("temperature", "top_p", "min_p", "repetition_penalty", "presenc
 
 
 def packed_text(text: str) -> bytes:
-    """Return a text of a client as bytes. It may have lone surrogates."""
+    """Return a client's text as bytes. The text may have lone surrogates, which a message's text cannot have."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -59,10 +59,10 @@ def packed_request(
     grammar_key: int | None,
     image_keys: Mapping[bytes, int],
 ) -> Submit:
-    """Return the message that submits a request. Its fields are those of ``EngineThread.submit``.
+    """Return the message that submits a request. ``EngineThread.submit`` describes the other arguments.
 
     Args:
-        grammar_key: key of the request's grammar.
+        grammar_key: key of the request's grammar; None without a grammar.
         image_keys: map from content hashes of the request's images to the keys of their inputs.
     """
     rules = prepared.rules
@@ -167,7 +167,10 @@ def _unpacked_params(sampling: Sampling) -> SamplingParams:
 def packed_grammar(
     structured: StructuredOutputsParams | None, phases: OutputPhases | None
 ) -> tuple[bytes | None, bytes | None]:
-    """Return a structured output and phases as JSON, which may have numbers and texts that msgpack cannot have."""
+    """Return a structured output and phases as JSON; None for each that is None.
+
+    JSON may have numbers and texts that msgpack cannot have.
+    """
 
     def packed(value: Any) -> bytes | None:
         return None if value is None else json.dumps(value).encode()

@@ -88,7 +88,7 @@ def _packed_logprobs(one: TokenLogprobs) -> Logprobs:
 
 
 def packed_metrics(metrics: EngineMetrics) -> MetricsSnapshot:
-    """Return the current values of metrics, which another thread may be changing."""
+    """Return a snapshot of metrics. Another thread may be changing them."""
     kv_transfer = metrics.kv_transfer
     snapshot = MetricsSnapshot(
         {}, {}, {}, {}, metrics.replay_refusal, None if kv_transfer is None else kv_transfer.as_dict()
@@ -113,7 +113,7 @@ class MetricsTotals:
     """Sums of the metrics and stats of consecutive engines, which each count from 0.
 
     Args:
-        metrics: metrics that have the sums.
+        metrics: metrics that receive the sums.
     """
 
     def __init__(self, metrics: EngineMetrics) -> None:
@@ -121,16 +121,16 @@ class MetricsTotals:
         self.begin_engine()
 
     def begin_engine(self, stats: SchedulerStats | None = None) -> None:
-        """Add later snapshots to the current sums.
+        """Prepare for the snapshots of a new engine, which are added to the current sums.
 
         Args:
-            stats: stats of the engine that has ended, from :meth:`add_stats`.
+            stats: last result of :meth:`add_stats` for the engine that has ended; None for the first engine.
         """
         self._before = packed_metrics(self._metrics)
         self._stats_before = stats
 
     def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
-        """Return the stats of the engine with the counts of earlier engines."""
+        """Return the stats of the current engine, with the counts of earlier engines added."""
         before = self._stats_before
         if before is None:
             return stats
@@ -181,7 +181,7 @@ def packed_error(error: BaseException) -> list[str | None]:
 
 
 def unpacked_error(fields: list[str | None]) -> Exception:
-    """Return the error of :func:`packed_error`. Raises WireError."""
+    """Return, without raising it, the error that :func:`packed_error` has packed. Raises WireError."""
     with checked():
         kind, *arguments = fields
         if kind == GrammarRefusedError.__name__:

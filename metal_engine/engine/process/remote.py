@@ -1,7 +1,7 @@
 """Server side of the parts of an engine in another process: its calls, grammars and frames.
 
 The process holds a grammar, an adapter or the inputs of an image until the server releases it. The server may drop its
-last reference in any thread, so the release is sent with the next message.
+last reference in any thread, so the release is sent later, with another message or when the process sends its stats.
 """
 
 from __future__ import annotations
@@ -38,14 +38,18 @@ _POLL_SECONDS = 0.02
 
 
 class EngineCalls:
-    """Calls to the process of an engine, and the objects there that the server has dropped. Thread-safe.
+    """Calls to the process of an engine, and the keys of objects in the process that the server has dropped.
+
+    Thread-safe.
 
     Args:
         send: sends a message. Raises EngineDeadError if the engine has ended.
-        lock: reentrant lock that is held while a new process gets the messages of the one before it.
+        lock: reentrant lock. The caller holds it while a new process gets the messages of the previous process.
 
     Attributes:
         lock: the lock. Also held while callbacks of a reply run.
+        grammars: grammars that the server uses.
+        dropped_grammars, dropped_adapters, dropped_images: keys to release.
     """
 
     def __init__(self, send: Callable[[wire.Message], None], lock: threading.RLock) -> None:
@@ -60,7 +64,10 @@ class EngineCalls:
         self.dropped_images: deque[int] = deque()
 
     def begin(self, message: wire.Call) -> Future[wire.Reply]:
-        """Number a call and send it. Return the future of its reply."""
+        """Set the number of a call, which becomes the key of its result, and send the call.
+
+        Returns the future of the reply. Raises EngineDeadError if the engine has ended.
+        """
         message.call, reply = next(self._ids), Future[wire.Reply]()
         with self.lock:
             if self._error is not None:
@@ -71,7 +78,7 @@ class EngineCalls:
         return reply
 
     def messages(self) -> list[wire.Call]:
-        """Return the messages that a new process needs: grammars that are in use, and calls without a reply."""
+        """Return the calls that a new process must get: grammars that are in use, and calls without a reply."""
         needed = {grammar.message.call: grammar.message for grammar in self.grammars}
         return list((needed | {call: message for call, (message, _) in self._pending.items()}).values())
 
@@ -96,13 +103,13 @@ class EngineCalls:
             self.send(wire.Release(*keys))
 
     def resolve(self, reply: wire.Reply) -> None:
-        """Pass on the reply of a call."""
+        """Set the result of a call's future to its reply. Replies of unknown calls are ignored."""
         with self.lock:
             if (pending := self._pending.pop(reply.call, None)) is not None:
                 pending[1].set_result(reply)
 
     def fail(self, error: Exception) -> None:
-        """Fail all calls, also later ones."""
+        """Fail all calls without a reply, and all later calls."""
         with self.lock:
             self._error, failed = error, list(self._pending.values())
             self._pending.clear()
@@ -141,7 +148,7 @@ class RemoteWatch:
         return wire.Watch(None if self._on_frame is None else self.number)
 
     def receive(self, message: wire.FrameOf) -> None:
-        """Pass on a frame."""
+        """Pass a frame to the callback, unless it belongs to an earlier watch."""
         if message.watch == self.number and self._on_frame is not None:
             self._num_requests = max([self._num_requests, *(seen.key + 1 for seen in message.frame.requests)])
             self._is_whole = message.frame.is_whole

@@ -1,4 +1,4 @@
-"""LoRA adapters of an engine in another process, as its server sees them."""
+"""Server side of the LoRA adapters of an engine in another process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RemoteAdapters:
         message = wire.LoadAdapter(0, packed_text(name), packed_text(path), packed_text(str(within)), in_place)
 
         def enter(reply: Future[wire.Reply]) -> None:
-            """Enter a loaded adapter. A process that ends from now on is replaced by one with the adapter."""
+            """Record a loaded adapter. From now on, new processes load it, too."""
             if not reply.exception() and (loaded := reply.result().adapter) is not None:
                 self._adapters[name] = self._hold(message, loaded)
 
@@ -80,10 +80,13 @@ class RemoteAdapters:
         return adapter
 
     def restore(self, loaded: list[wire.LoadedAdapter], send: Callable[[wire.Message], None]) -> None:
-        """Load the adapters of the previous process in a new process. Call it with the lock.
+        """Send a new process the messages that load the adapters of the previous process.
+
+        Call it while the lock of ``calls`` is held. Does not wait for the loads.
 
         Args:
             loaded: adapters that the new process has loaded at its start.
+            send: sends a message to the new process.
         """
         self._calls.dropped_adapters.clear()
         send(wire.Release([], [-one.slot for one in loaded], []))
@@ -100,7 +103,7 @@ class RemoteAdapters:
             send(held[adapter])
 
     def lose(self, key: int) -> None:
-        """Drop an adapter that a new process could not load. No effect for other keys."""
+        """Drop the adapter with this key, which a new process could not load. No effect if no adapter has the key."""
         for adapter in self.adapters:
             if adapter.slot == key:
                 del self._adapters[adapter.name]

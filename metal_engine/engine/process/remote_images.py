@@ -1,4 +1,4 @@
-"""Server side of the inputs of images in the process of an engine. Requests with the same image share them."""
+"""Server side of the encoder inputs that the process of an engine holds. Requests with the same image share them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RemoteImageInputs:
 
 
 class RemoteImages:
-    """Inputs of images of all requests, and of the latest ended requests. Used while the lock of ``calls`` is held.
+    """Encoder inputs of the images of open and recent requests. Used while the lock of ``calls`` is held.
 
     Args:
         calls: sends messages, and releases inputs.
@@ -70,7 +70,7 @@ class RemoteImages:
         return tuple(found.values())
 
     def _keep(self, inputs: RemoteImageInputs) -> None:
-        """Make inputs the most recent ones. Release the least recent inputs beyond the maximum size."""
+        """Mark inputs as the most recent. Release the least recent inputs while all exceed the maximum size."""
         if inputs.content_hash not in self._recent:
             self._recent[inputs.content_hash] = inputs
             self._num_recent_bytes += inputs.num_bytes
@@ -79,6 +79,6 @@ class RemoteImages:
             self._num_recent_bytes -= self._recent.popitem(last=False)[1].num_bytes
 
     def messages(self) -> Iterator[ImageInputs]:
-        """Yield the messages that a new process needs. Each has a copy of an image's inputs."""
+        """Yield the messages that send a new process all inputs. Each message has a copy of an image's inputs."""
         for inputs in list(self._by_hash.values()):
             yield inputs.message

@@ -1,4 +1,4 @@
-"""Starts and watches the process of an engine. If it ends, another process replaces it."""
+"""Starts and monitors the process of an engine, and decides whether a new process may replace it when it ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RestartableProcess:
-    """The process of an engine, which another one replaces if it ends. A process that hangs is killed.
+    """The process of an engine, or the latest process after earlier ones have ended. A process that hangs is killed.
 
     One thread calls all methods except :meth:`stop` and :meth:`kill`.
 
@@ -86,7 +86,10 @@ class RestartableProcess:
         return ready
 
     def record_stats(self, before: SchedulerStats, now: SchedulerStats, *, has_requests: bool) -> None:
-        """Record the numbers of the engine. If it has requests, only a new plan is progress."""
+        """Record stats of the engine as progress, unless the engine has requests and no new plan.
+
+        Also starts the spare process when it is due.
+        """
         if now.num_plans != before.num_plans or not has_requests:
             self._monitor.progressed()
         if time.monotonic() > self._spare_time + (BUSY_DELAY_SECONDS if has_requests else 0.0):
@@ -94,11 +97,11 @@ class RestartableProcess:
             self._spawner.prepare_spare()
 
     def has_output(self) -> None:
-        """Record that the engine has computed something."""
+        """Record that the engine has sent an output."""
         self._num_fruitless = 0
 
     def may_restart(self) -> bool:
-        """Record a restart. Return False if there are too many."""
+        """Record a restart. Return False if there are too many restarts, or if the engine was stopped."""
         self._monitor.clear_limit()
         now = time.monotonic()
         self._restarts = [*(at for at in self._restarts if now - at < RESTART_SECONDS), now]
@@ -107,7 +110,10 @@ class RestartableProcess:
 
     @property
     def refusal(self) -> str:
-        """Exceeded limit on new processes, to follow the reason of the last end; empty if there is none."""
+        """Text about the exceeded limit on new processes, for the end of a message.
+
+        Empty if the engine was stopped, or if no new process is allowed at all.
+        """
         limit = self._limits.max_restarts
         if self._is_stopping or not limit:
             return ""
@@ -120,7 +126,7 @@ class RestartableProcess:
             self.current.end_hang(hang)
 
     def stop(self) -> None:
-        """End the engine after the step in flight. No new process is started after that."""
+        """Ask the process to end after the step in flight. No new process is started from then on."""
         with self._lock:
             self._is_stopping = True
             if self.current is not None:

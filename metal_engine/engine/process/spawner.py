@@ -1,4 +1,4 @@
-"""Spawns the processes of engines, and has a spare process ready."""
+"""Spawns the processes of engines, and keeps a spare process that has imported its modules."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class Spawner:
         self._thread.submit(self._prepare)
 
     def device(self) -> DeviceInfo:
-        """Return the device of the processes, which the spare process describes. Call it before any other process runs.
+        """Start a process that reports its device, and return the device. The process becomes the spare process.
+
+        Call it before any other process runs.
 
         Raises:
             ModelLoadError: the process has ended.

@@ -52,6 +52,9 @@ class EngineSupervisor:
         args: settings of the engine.
         make_tokenizer: function that returns the tokenizer of the loaded model.
         access: access to the device. Grants memory to the engine.
+
+    Attributes:
+        error: error that ended the engine, or prevented its start; None while it runs or after a shutdown.
     """
 
     def __init__(
@@ -97,7 +100,11 @@ class EngineSupervisor:
             self._thread.start()
 
     def start(self, on_outputs: OutputSink, on_end: EndSink = lambda message: None) -> RemoteEngine:
-        """Start the process and wait for the engine. Raises the errors of building it. Callbacks run in a thread."""
+        """Start the process and wait for the engine. Another thread calls the callbacks.
+
+        Raises the errors of the build, and LoadCancelledError if the load is no longer wanted. The process has then
+        ended.
+        """
         self._on_outputs, self._on_end = on_outputs, on_end
         self.launch()
         try:
@@ -113,7 +120,10 @@ class EngineSupervisor:
         return self._engine
 
     def _send(self, message: wire.Message) -> None:
-        """Send a message to the process. While there is none, the message is lost: :meth:`_resume` sends its own."""
+        """Send a message to the process. Raises EngineDeadError if the engine has ended.
+
+        While no process runs, the message is dropped. :meth:`_resume` sends a new process the current state.
+        """
         with self._lock:
             if self.error is not None or self._is_shutting_down:
                 raise EngineDeadError(str(self.error or "the engine has stopped: it was shut down"))
@@ -198,7 +208,10 @@ class EngineSupervisor:
         self._die(problem)
 
     def _run(self) -> str | None:
-        """Receive messages until the process ends, and replace it. Return the problem if it is not replaced."""
+        """Receive messages until the process ends. Then start a new process that continues the requests.
+
+        Returns None after that, or the problem if no new process could continue.
+        """
         assert self._process is not None
         problem = cause = self._process.receive_all(self._process_message)
         ended_at = time.monotonic()
@@ -229,7 +242,13 @@ class EngineSupervisor:
         return RemoteEngine(ready.config, preparer, adapters, ready.numbers.stats, self._metrics)
 
     def _resume(self, ready: wire.Ready, ended_at: float) -> None:
-        """Send a new process everything that the one before it had."""
+        """Send a new process the adapters, grammars, images and requests of the previous process, and count them.
+
+        Requests that have failed too often get an error.
+
+        Raises:
+            ModelLoadError: the KV cache of the new process is smaller.
+        """
         engine, process = self._engine, self._process
         assert engine is not None and process is not None
         if ready.config.cache.num_blocks < engine.config.cache.num_blocks:
@@ -305,7 +324,7 @@ class EngineSupervisor:
         engine.stats = self._totals.add_stats(stats)
 
     def _recorded(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Record outputs, so that another process can continue after them."""
+        """Record outputs, so that a new process can continue after them. Return ``outputs``."""
         self._restartable.has_output()
         with self._lock:
             for output in outputs:

@@ -1,6 +1,6 @@
-"""Messages between a server and the process of its engine: arrays in msgpack. Nothing is pickled.
+"""Messages between a server and the process of its engine, encoded as msgpack arrays. Nothing is pickled.
 
-The server has texts, and the engine has token ids. A message therefore contains only the parts of a request that the
+The server works on text, and the engine on token ids. A message therefore contains only the parts of a request that the
 engine reads. ``packed_requests.py`` and ``packed_results.py`` convert to messages and back.
 """
 
@@ -79,7 +79,7 @@ class Rules(Part):
 
 
 class Array(Part):
-    """A NumPy array of numbers. ``dtype`` is NumPy's text for its type."""
+    """A NumPy array of numbers. ``dtype`` is the ``str`` attribute of its NumPy type."""
 
     dtype: str
     shape: list[int]
@@ -101,7 +101,7 @@ class Image(Part):
 class Images(Part):
     """:class:`metal_engine.prompt_images.PromptImages`.
 
-    ``axes`` has the positions of the prompt as int32, and the delta.
+    ``axes`` holds the fields of :class:`metal_engine.prompt_images.AxesPositions`: ``prompt`` as int32, and ``delta``.
     """
 
     images: list[Image]
@@ -137,7 +137,7 @@ class LoadedAdapter(Part):
 
 
 class MetricsSnapshot(Part):
-    """:class:`metal_engine.engine.metrics.EngineMetrics` by the types of its attributes."""
+    """Attributes of :class:`metal_engine.engine.metrics.EngineMetrics` by name, grouped by their types."""
 
     counts: dict[str, int | float]
     by_label: dict[str, dict[str, int]]
@@ -210,7 +210,7 @@ class End(Message):
 
 
 class Watch(Message):
-    """Turns frames on, with a number that they carry, or off (None)."""
+    """Turns frames on, or off if ``number`` is None. Each :class:`FrameOf` repeats the number."""
 
     number: int | None
 
@@ -285,13 +285,16 @@ class Device(Message):
 
 
 class CheckFits(Message):
-    """See :meth:`metal_engine.engine.device_access.DeviceAccess.check_fits`. An error ends the process."""
+    """See :meth:`metal_engine.engine.device_access.DeviceAccess.check_fits`. The server ends the process on an error."""
 
     num_bytes: int
 
 
 class Claim(Message):
-    """See :meth:`metal_engine.engine.device_access.DeviceAccess.claim`. Answered by :class:`Granted`, or by the end."""
+    """See :meth:`metal_engine.engine.device_access.DeviceAccess.claim`.
+
+    The server answers with :class:`Granted`, or ends the process.
+    """
 
     num_bytes: int
     loading_bytes: int
@@ -370,7 +373,7 @@ _INVALID = (
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Within this context, convert the errors of invalid messages to a WireError."""
+    """Within this context, convert the errors that an invalid message causes to a WireError."""
     try:
         yield
     except _INVALID as error:
