@@ -11,8 +11,8 @@ from functools import cached_property
 from metal_engine.grammars.marks import token_ranges, without_marks
 from metal_engine.output_phases import CallTrigger
 
-# Limits of the search. Most compilations take milliseconds of CPU time. One that exceeds its own limits takes at most a
-# second.
+# Limits of the search. Most compilations take milliseconds of CPU time. A compilation that exceeds its own limits
+# counts as _EXCESSIVE_SECONDS.
 _MAX_COMPILATIONS = 64
 _MAX_CPU_SECONDS = 4.0
 _EXCESSIVE_SECONDS = 1.0
@@ -27,8 +27,8 @@ class CallGrammar:
         special: ids of the vocabulary's special tokens, by their texts.
 
     Attributes:
-        marks: texts of the marks, each with the end of the mark that the grammar begins with: the text after the
-            mark's last special token.
+        marks: text of each mark that begins a call, and the end of the mark: its text after the last special token. The
+            grammar begins with this end.
         opened: indices of the rules for arguments that are left open, because the grammar could not be compiled.
     """
 
@@ -57,7 +57,7 @@ class CallGrammar:
         return hashlib.sha256(self.wanted(())).digest()
 
     def wanted(self, opened: Collection[int]) -> bytes:
-        """Return the grammar as a wanted grammar (:mod:`metal_engine.grammars.source`), as JSON.
+        """Return the grammar as JSON, in the format of a wanted grammar (:mod:`metal_engine.grammars.source`).
 
         Args:
             opened: indices of the rules for arguments that are left open.
@@ -102,7 +102,12 @@ class _Search:
         self._seconds_left = _MAX_CPU_SECONDS
 
     def among(self, suspects: Sequence[int], problem: str) -> dict[int, str]:
-        """Return the faulty ones of some arguments, which fail together."""
+        """Return the faulty arguments among ``suspects``, each with its problem.
+
+        Args:
+            suspects: indices of arguments. The grammar fails if all other arguments are open.
+            problem: problem of the grammar with these arguments.
+        """
         if len(suspects) == 1:
             return {suspects[0]: problem}
         middle = len(suspects) // 2
@@ -119,7 +124,10 @@ class _Search:
         return found
 
     def _problem_within(self, suspects: Sequence[int]) -> str:
-        """Compile a grammar in which all other arguments are open. Return its problem; an empty text on success."""
+        """Compile the grammar with all arguments open except ``suspects``. Return its problem; empty on success.
+
+        Returns ``_NOT_CHECKED`` if the limits of the search are reached.
+        """
         if not self._num_left or self._seconds_left <= 0:
             return _NOT_CHECKED
         problem, seconds = self._check(self._all.difference(suspects))

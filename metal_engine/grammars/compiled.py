@@ -38,8 +38,9 @@ _SUSPENDABLE_SECONDS = 0.02
 # Entry for a compilation in the queue of expected answers, instead of an output id.
 _COMPILING = -1
 _TOO_COMPLEX = "its grammar has become too complex to continue"
-# Number of new processes of a grammar whose process ends under its outputs. A busy machine may delay one beyond its
-# limits, and the system may end one if memory runs out. A grammar that is too complex ends each of its processes.
+# Maximum number of new processes for a grammar whose process ends while outputs use it. A busy machine may delay a
+# process beyond its limits, and the system may end a process if memory runs out. A grammar that is too complex ends
+# each of its processes.
 _MAX_RESTARTS = 1
 
 
@@ -51,7 +52,7 @@ class SegmentEnd(Exception):
     """The grammar of a segment is complete, and no further text belongs to it.
 
     Args:
-        num_tokens: number of tokens of the last request that belong to the segment.
+        num_tokens: number of leading tokens of the output's last message to the process that belong to the segment.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -75,7 +76,7 @@ class CompiledGrammar:
     Attributes:
         compile_seconds: CPU time that compilation took.
         needs_replacement: True if the process has ended or grown much. New outputs should use another process.
-        num_restarts: number of processes that were started because the process before ended under its outputs.
+        num_restarts: number of processes that were started because the previous process ended while outputs used it.
     """
 
     def __init__(
@@ -140,11 +141,12 @@ class CompiledGrammar:
         self._asked.appendleft(_COMPILING)
 
     def restart(self, num_restarts: int) -> None:
-        """Start a new process if the last one has ended. Each output must then send all of its tokens again.
+        """Start a new process after the process has ended. Each output must then send all of its tokens again.
+
+        No effect if another output has started the new process already.
 
         Args:
-            num_restarts: value of :attr:`num_restarts` when the process was asked. If it has increased, another output
-                has started the new process.
+            num_restarts: value of :attr:`num_restarts` when the caller last sent a message to the process.
 
         Raises:
             ValueError: the number of new processes has reached its limit.
@@ -175,7 +177,7 @@ class CompiledGrammar:
         return matcher
 
     def ask(self, output_id: int, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
-        """Send an output's tokens. Request its next mask, and the masks after each draft."""
+        """Send an output's new tokens, and request its next mask and the masks after each draft. Does not wait."""
         messages = []
         while self._ended:
             ended = self._ended.popleft()
@@ -271,10 +273,12 @@ class GrammarMatcher:
         self._is_asked = False
         self._masks: np.ndarray | None = None  # [1 + k, W]
         self._token_ids: list[int] = []  # all tokens
-        self._num_new = 0  # number of tokens of the last request
-        self._num_before = 0  # number of tokens in the last request that earlier requests had sent
-        self._drafts: Sequence[int] = ()  # drafts of the last request
-        self._num_restarts = grammar.num_restarts  # number of restarts at the last request
+        # About the last message to the process: number of new tokens, number of tokens that earlier messages had sent,
+        # drafts, and number of restarts when it was sent.
+        self._num_new = 0
+        self._num_before = 0
+        self._drafts: Sequence[int] = ()
+        self._num_restarts = grammar.num_restarts
         self.num_unconstrained_calls = 0
 
     @property
@@ -304,14 +308,18 @@ class GrammarMatcher:
             self._is_asked, self._masks = True, None
 
     def _ask(self, token_ids: Sequence[int]) -> None:
-        """Send new tokens and the last request's drafts; all tokens if the process is a new one."""
+        """Send ``token_ids`` and the current drafts to the process. A new process gets all tokens of the output."""
         is_new = self._num_restarts < self._grammar.num_restarts
         self._num_restarts = self._grammar.num_restarts
         self._grammar.ask(self.output_id, self._token_ids if is_new else token_ids, self._drafts)
         self._num_before = len(self._token_ids) - self._num_new if is_new else 0
 
     def _answer(self, deadline: float) -> np.ndarray | None:
-        """Return the requested masks, from a new process if the process has ended."""
+        """Return the requested masks, [1 + k, W] int32; None if they have not arrived by ``deadline``.
+
+        If the process has ended, a new process computes them. Raises ValueError and SegmentEnd as
+        :meth:`CompiledGrammar.answer`.
+        """
         while True:
             if self._num_restarts < self._grammar.num_restarts:
                 self._ask(())

@@ -66,7 +66,7 @@ class GrammarTask:
         self._compiled = compiled
 
     def result(self, deadline: float) -> CompiledGrammar | None:
-        """Return the grammar; None if it is not compiled by ``deadline``, a time of ``time.monotonic``.
+        """Wait for the grammar. Return None if it is not compiled by ``deadline``, a time of ``time.monotonic``.
 
         Raises:
             ValueError: the grammar cannot be compiled.
@@ -106,10 +106,10 @@ class GrammarCompiler:
         self._in_use: weakref.WeakValueDictionary[bytes, CompiledGrammar] = weakref.WeakValueDictionary()
 
     def compile(self, params: StructuredOutputsParams, **place: Any) -> CompiledGrammar:
-        """Compile a request's grammar, unless it is compiled already.
+        """Return the compiled grammar of a structured output. Compile it unless it is compiled already.
 
-        ``place`` has ``tail`` and the other fields for a grammar that is only a part of the output's
-        (:mod:`metal_engine.grammars.source`).
+        If the structured output is only a part of the output, ``place`` has ``tail`` and the other fields of
+        :mod:`metal_engine.grammars.source` that describe the part.
 
         Takes milliseconds for most grammars and at most a second, plus the wait for earlier compilations. The first
         call also waits for the process that loads the tokenizer, about a second for a large vocabulary.
@@ -128,7 +128,8 @@ class GrammarCompiler:
     def compile_call(self, grammar: CallGrammar) -> GrammarTask:
         """Start compiling the grammar of a tool call in the background, unless it is compiled already.
 
-        If it cannot be compiled, the arguments of some tools are left open. This is logged.
+        If the grammar cannot be compiled, the arguments of some tools are left open, with a warning in the log, and
+        ``grammar.opened`` names them.
         """
         known = self._known(grammar.key)
         if known is not None:
@@ -275,7 +276,9 @@ class GrammarCompiler:
 
 
 def _ask(channel: socket.socket, wanted: bytes) -> tuple[float, str]:
-    """Compile a grammar in a separate process. Closing the socket ends that process.
+    """Compile a grammar in the process at the other end of ``channel``. Closing the socket ends that process.
+
+    Raises Cancelled if the request was cancelled.
 
     Returns:
         The result of :func:`unpack_compiled`.

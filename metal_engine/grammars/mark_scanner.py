@@ -12,7 +12,7 @@ from metal_engine.grammars.compiler import GrammarTask
 
 FreePhase = Literal["content", "reasoning"]
 
-# Number of bytes of a mark's text after which the text counts as a possible mark.
+# If a text ends with this many bytes of a segment's `tail`, after the rest of the mark, it may become the mark.
 _PARTIAL_BYTES = 4
 
 
@@ -66,7 +66,9 @@ class Entry:
 
 
 class PlainTokens:
-    """Tokens that cannot belong to the beginning of a mark. Shared by all outputs with such marks.
+    """Tokens without the first byte of any mark, so that no mark begins in them.
+
+    Shared by all outputs whose marks have the same first bytes.
 
     Args:
         first_bytes: first bytes of the marks.
@@ -128,7 +130,10 @@ class MarkScanner:
         return other
 
     def add(self, token_id: int) -> Entry | None:
-        """Process the next token. Return the segment that begins with it, or may begin with it; None for free text."""
+        """Process the next token. Return the segment that begins, or may begin, with the text up to this token.
+
+        None for free text.
+        """
         if not self._text and token_id in self.plain[self.phase]:  # most tokens
             self.num_reasoning_tokens += self.phase == "reasoning"
             if self.first_marks:
@@ -159,12 +164,12 @@ class MarkScanner:
 
     @property
     def known_plain_tokens(self) -> Set[int]:
-        """Known tokens that cannot begin another phase."""
+        """Known tokens that cannot begin another phase. Empty while earlier text may become a mark."""
         is_at_beginning = self.first_marks and self.phase == "content"
         return frozenset() if self._text or is_at_beginning else self.plain[self.phase].known
 
     def enter(self, phase: FreePhase, text: bytes = b"") -> None:
-        """Begin a phase. ``text`` is the part of the last token that belongs to it."""
+        """Begin a phase, and drop earlier text. ``text`` is the part of the last token that belongs to the phase."""
         self.phase = phase
         self._text = text
         self._tokens = self._tokens[-1:] if text else []
@@ -206,7 +211,10 @@ class MarkScanner:
         self._text = self._text[length:]
 
     def _partial_entry(self) -> Entry | None:
-        """Return the segment whose mark the text ends with a part of, if its grammar can check the mark's rest."""
+        """Return a segment if the text ends with the beginning of its mark, up to a part of ``tail``; otherwise None.
+
+        The segment's grammar includes ``tail``, so it also allows only tokens that continue the mark or other text.
+        """
         for mark in self._possible_marks():
             segment = mark.target
             if not isinstance(segment, Segment) or not segment.tail:

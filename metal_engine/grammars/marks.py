@@ -15,9 +15,10 @@ _TEXT_UNTIL = re.compile(rf"^(\w+)\[suffix={_MARK}\]: (.*)$", re.MULTILINE)
 def without_marks(grammar: str, special: Mapping[str, int]) -> str:
     """Return Lark rules in which special tokens and strings replace the marks.
 
-    llguidance does not accept special tokens as suffixes. If the mark after a text has a special token, the text is a
-    terminal up to this token, because terminals never contain special tokens. The text does not contain the mark as
-    plain characters either, which readers could not distinguish.
+    A rule ``name[suffix=mark]`` is a text up to a mark. llguidance does not accept special tokens as suffixes. If the
+    mark has a special token, the text becomes a terminal up to this token, because terminals never contain special
+    tokens. The text must not contain the mark as plain characters either, because a parser of the output could not
+    distinguish it from the mark.
 
     Args:
         grammar: Lark rules, as in :class:`metal_engine.output_phases.CallTrigger`.

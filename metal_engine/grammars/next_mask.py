@@ -1,4 +1,4 @@
-"""Masks of a matcher, in which texts of special tokens are plain text. Loads no other package than llguidance."""
+"""Computes the mask of a matcher. The text of a special token counts as plain text. Loads only llguidance."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _SPECIAL = b"\xff"
 def next_mask(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> bytes:
     """Return the mask of the next token: bit ``i % 8`` of byte ``i // 8`` for token ``i``.
 
-    If only one text may follow, llguidance allows only the text's first token. If the text begins like a special token,
-    that is the special token, which the grammar refuses. The mask returned then has a plain token. llguidance also
-    reports an end-of-sequence token as refused that the grammar requires, such as the end of gpt-oss's calls.
+    If only one text may follow, llguidance's mask has only the text's first token. If the text begins like a special
+    token, llguidance's mask has the special token, although the grammar refuses it. The mask returned here then has a
+    plain token. A required end-of-sequence token, such as the end of gpt-oss's calls, stays in the mask, although
+    llguidance reports it as refused.
     """
     mask = bytes(matcher.compute_bitmask())
     only = _only_token(mask)

@@ -68,10 +68,11 @@ class _LiveSegment:
         grammar: grammar of the segment.
         mark: mark that begins the segment; None for the opening of an output.
         is_partial: True if the text is only the beginning of the mark so far.
-        openings: ``openings`` of the segment; empty after other text.
-        begun: text of the segment, as long as ``openings`` is not empty.
+        openings: ``Segment.openings`` while the segment's text may still become one of them; empty afterwards.
+        begun: text of the segment so far, as long as ``openings`` is not empty.
         unsent: tokens that were not sent to the grammar's process yet.
-        sent: tokens that were sent with the last request.
+        sent: tokens of the last message to the grammar's process.
+        matcher: matcher of the segment's grammar; None until the grammar is compiled.
     """
 
     grammar: GrammarTask
@@ -219,10 +220,10 @@ class PhaseMatcher:
             live.openings = ()
 
     def _end_forced(self) -> None:
-        """Handle the last forced token."""
+        """Stop forcing tokens after the last forced token. The reasoning ends in any case."""
         self._num_forced = None
         if self._segment is None and self._scanner.phase == "reasoning":
-            # The vocabulary spells the mark in another way than its tokens do.
+            # The text of the forced tokens differs from the mark, so the scanner has not found the mark.
             self._scanner.enter("content")
 
     def _is_at_budget(self, scanner: MarkScanner) -> bool:
@@ -235,7 +236,7 @@ class PhaseMatcher:
             self._num_forced = 0
 
     def _end_call(self, later: Sequence[int]) -> None:
-        """End a tool call. ``later`` are tokens after it."""
+        """End a tool call, and process ``later``, the tokens after the call."""
         assert self._segment is not None and self._segment.mark is not None
         self._has_ended = self._segment.mark.is_whole or not self._rules.several_calls
         self._segment = None
@@ -260,10 +261,10 @@ class PhaseMatcher:
 
 
 def _allow_only(mask: np.ndarray, token_ids: Sequence[int] | np.ndarray) -> bool:
-    """Write a mask, [W] int32, that allows only some tokens. Returns True.
+    """Write a mask, [W] int32, that allows only ``token_ids``. Return True.
 
     Raises:
-        ValueError: there are none.
+        ValueError: ``token_ids`` is empty.
     """
     if not len(token_ids):
         raise ValueError("no token may follow")

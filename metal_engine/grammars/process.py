@@ -7,7 +7,7 @@ llguidance runs only in these processes, for three reasons:
 - Most of its calls hold the GIL.
 - Creating its tokenizer holds the GIL for a second.
 
-In a separate process, it delays no other request, and its memory is freed with the process. The limits are:
+In a separate process, llguidance delays no other request, and its memory is freed with the process. The limits are:
 
 - Compiling a grammar, including its first mask, takes at most ``COMPILE_CPU_SECONDS``.
 - A process grows by at most ``MAX_GROWTH`` bytes over the tokenizer's process.
@@ -85,17 +85,17 @@ class EffortError(Exception):
 class GrammarServer:
     """Serves the outputs of one grammar from a compiled matcher.
 
-    Masks after drafts come from a fork. It is created with the current matchers when such masks are first requested,
-    and receives further tokens together with the drafts after them. If the fork ends, one answer reports that, and
-    later answers have only the mask for the next token.
+    Masks after drafts come from a fork of this process. The fork is created with the current matchers when masks after
+    drafts are first requested, and receives later tokens together with the drafts after them. If the fork ends, one
+    answer reports its end, and later answers have only the mask for the next token.
 
     Args:
         compiled: matcher of the compiled grammar.
         tokenizer: tokenizer of the grammar.
         growth: growth of this process.
         channel: socket of this process, which the fork closes.
-        is_segment: True if the grammar is that of a segment, which may be followed by other text. The answer then
-            reports the end of the segment.
+        is_segment: True for the grammar of a segment, which other text may follow. An answer then reports the end of
+            the segment.
     """
 
     def __init__(
@@ -168,7 +168,10 @@ class GrammarServer:
             os._exit(1)
 
     def _masks_after(self, output_id: int, drafts: list[int]) -> list[bytes]:
-        """Return the masks after each draft of an output, as far as available. The output's matcher does not change."""
+        """Return the masks after the leading drafts of an output. The output's matcher does not change.
+
+        The list is shorter than ``drafts`` if a mask cannot be computed, and empty if the fork has ended.
+        """
         if self._fork is None:
             self._fork = Fork(self._draft_masks, self._channel)
         answer = self._fork.ask(pack_step(output_id, self._unsent.pop(output_id, ()), drafts))

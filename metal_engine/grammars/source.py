@@ -1,12 +1,16 @@
 """Converts structured output parameters to a grammar in llguidance's format. Loads no other package.
 
-A wanted grammar is a dictionary: the fields of :class:`metal_engine.sampling_params.StructuredOutputsParams`, or
-``call``, the Lark rules of a tool call. With ``tail``, it is the grammar of a part of an output that follows a mark.
-The grammar begins with the text ``tail`` of the mark, which may be empty. ``tails`` has such a text for each mark of a
-tool call, and the name of the rule that derives the text after it. ``special`` are the special tokens of the
-vocabulary, as llguidance's ranges of ids; empty if there are none.
+A *wanted grammar* is a dictionary with the fields of a structured output or of a tool call:
 
-These fields belong to a structured output with ``tail``. Texts are in Lark's syntax:
+- A structured output has the fields of :class:`metal_engine.sampling_params.StructuredOutputsParams`. If it follows a
+  mark, ``tail`` is the end of the mark, with which the grammar begins. ``tail`` may be empty.
+- A tool call has ``call``, its Lark rules, and ``tails``. ``tails`` maps the end of each mark, with which the grammar
+  begins, to the name of the rule that derives the text after the mark.
+
+``special`` belongs to ``tail`` and ``tails``. It contains the special tokens of the vocabulary, as llguidance's ranges
+of ids, and is empty if there are none.
+
+These fields may accompany ``tail``. Texts are in Lark's syntax:
 
 - ``content_start``: text before the structured output
 - ``opening``: alternative to the structured output: this text, followed by any text
@@ -34,12 +38,12 @@ _WHITESPACE = r"[ \t\r\n]{1,20}"
 
 
 def is_segment(message: bytes) -> bool:
-    """Return True if a wanted grammar, as JSON, is that of a tool call. Other text may follow the call."""
+    """Return True if a wanted grammar, as JSON, is the grammar of a tool call, which other text may follow."""
     return "call" in json.loads(message)
 
 
 def grammar_source(wanted: Mapping[str, Any]) -> str:
-    """Return the source of a wanted grammar.
+    """Return a wanted grammar in llguidance's format.
 
     Raises:
         ValueError: the grammar cannot be read.
