@@ -50,7 +50,7 @@ class Kind(IntEnum):
     PLAN = 1  # start a step
     FINISH = 2  # finish the oldest step in flight
     DROP = 3  # drop the requests of a plan that was refused
-    FIGURES = 4  # facts about one rank or all ranks
+    FIGURES = 4  # facts about one rank, or about all ranks (`RankGroup.exchange`)
     LOST = 5  # a rank was lost or has failed; all ranks end
     QUIT = 6  # rank 0 ends normally
 
@@ -117,7 +117,7 @@ class Link:
         self._inbox.put((Kind.LOST, b""))
 
     def close(self) -> None:
-        """Stop reporting the loss of the other rank."""
+        """Stop sending heartbeats and reporting a loss of the other rank. The connection stays open."""
         self._is_closing = True
 
     def _lose(self, message: str) -> None:
@@ -204,16 +204,16 @@ def _wait_for_bytes(connection: socket.socket, timeout: float) -> None:
 
 
 def listen(host: str) -> socket.socket:
-    """Listen on a free port of rank 0's address in the group."""
+    """Return a socket that listens on a free port of ``host``, rank 0's address in the group. Raises OSError."""
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family)
 
 
 def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds: float) -> dict[int, socket.socket]:
-    """Wait for the connections of ranks 1 to ``num_ranks - 1``. Return them by rank.
+    """Wait for the connections of ranks 1 to ``num_ranks - 1``. Return the connections by rank.
 
     A connection without the right token is closed. Unidentified connections do not block the ranks: if there are too
-    many, the oldest is closed.
+    many, the oldest is closed. Closes ``listening``.
 
     Raises:
         RunnerLostError: some ranks have not connected in time.

@@ -60,7 +60,7 @@ def run_frame(runner: ModelRunner, steps: deque[PendingStep], link: Link, kind: 
 
 
 def report_failure(link: Link, monitor: RankFailureMonitor, rank: int, message: str) -> None:
-    """Report to rank 0 that this rank has failed, with the reason."""
+    """Report to rank 0 that this rank has failed, with the reason. This process then ends after its grace period."""
     message = f"rank {rank} has failed ({message})"
     with suppress(RunnerLostError):  # if rank 0 is gone, too, the link reports that
         link.send(Kind.LOST, message.encode())

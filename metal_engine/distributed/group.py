@@ -125,7 +125,7 @@ class RankGroup:
         return facts
 
     def largest(self, what: str, number: int) -> int:
-        """Return the largest of the ranks' numbers."""
+        """Return the largest of the ranks' numbers. All ranks pass the same name ``what``. Raises RunnerLostError."""
         return max(facts["number"] for facts in self.exchange(what, {"number": number}))
 
     def barrier(self, what: str) -> None:
@@ -158,14 +158,14 @@ class RankGroup:
     # --- steps ---
 
     def lead(self, runner: ModelRunner, step_seconds: float) -> LeaderRunner:
-        """Return the runner for rank 0. All ranks run its steps. The group ends if a step takes ``step_seconds``."""
+        """Return the runner for rank 0, whose steps all ranks run. If a step takes ``step_seconds``, all ranks end."""
         step_timeout = StepTimeout(self._monitor, self._links, step_seconds)
         step_timeout.start()
         kill_left = (lambda: None) if self._local is None else self._local.kill_left
         return LeaderRunner(runner, self._links, self._monitor, step_timeout, kill_left)
 
     def follow(self, runner: ModelRunner) -> None:
-        """Run rank 0's steps until rank 0 ends. For the other ranks. Raises as :func:`follow`."""
+        """Run rank 0's steps until rank 0 ends. Call it on the other ranks. Raises as :func:`follow`."""
         (leader,) = self._links
         follow(runner, leader, self._monitor, self.rank)
 

@@ -35,9 +35,9 @@ _PROGRAM = "metal_engine.rank_worker"
 _life_lines: list[IO[str]] = []
 # In a rank started by rank 0: descriptor of its standard input.
 _leader_lines: list[int] = []
-# Time for a rank to end normally after rank 0 has ended. Rank 0's last action may be the request to end.
+# Seconds for a rank to end normally after rank 0 has ended. Rank 0's last action may be the request to end.
 _LAST_SECONDS = 1.0
-# Time for a rank to end on rank 0's request. The server waits longer for rank 0 (10 s).
+# Seconds for a rank to end on rank 0's request. The server waits longer for rank 0 (10 s).
 _OWN_END_SECONDS = 5.0
 
 
@@ -48,7 +48,10 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def refuse_ranks_without_size(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if a launcher has started several processes, each of which would be a separate engine."""
+    """Raise ConfigError if a launcher has started several processes, or an unknown number of processes.
+
+    Call it if the settings give no number of ranks: each process would then be a separate engine.
+    """
     rank = launched_rank(environment)
     if rank is None:
         return

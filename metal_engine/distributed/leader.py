@@ -11,7 +11,8 @@ from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.step import ModelOutput, RunnerLostError, SchedulerOutput
 
-# Wait for the reason of a failure: a collective may fail before the side channel detects the lost rank.
+# Maximum wait in seconds for the reason of a failure: a collective may fail before the side channel detects the lost
+# rank.
 CAUSE_SECONDS = 1.0
 
 
@@ -61,8 +62,8 @@ class LeaderRunner:
         except RunnerLostError:
             raise
         except Exception:
-            # The engine ends these requests. The other ranks must also drop the requests that this plan would have
-            # dropped.
+            # The engine preempts or ends the requests of this plan. The other ranks must drop them, and the requests
+            # that this plan would have dropped.
             self._send(Kind.DROP, encode_ids([*plan.dropped_req_ids, *plan.num_scheduled_tokens]))
             self._runner.forget(plan.dropped_req_ids)  # in case execute() failed before that
             raise
@@ -80,7 +81,7 @@ class LeaderRunner:
         """Finish a step on every rank.
 
         Raises:
-            RunnerLostError: the step failed, here or elsewhere. The results of the remaining ranks are unusable.
+            RunnerLostError: the step failed on this rank or on another rank. The results of all ranks are unusable.
         """
         self._monitor.check()
         self._send(Kind.FINISH, encode_ids(step.sampling.late_req_ids))

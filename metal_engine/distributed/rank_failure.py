@@ -14,11 +14,11 @@ from metal_engine.step import RunnerLostError
 
 logger = logging.getLogger(__name__)
 
-# Time for rank 0 to notify clients and probes before it ends.
+# Seconds for rank 0 to notify clients and probes before it ends.
 LEADER_GRACE_SECONDS = 1.0
-# Time before the other ranks end. Longer than rank 0's, because a step of rank 0 fails when other ranks end.
+# Seconds before the other ranks end. They end after rank 0, because a step of rank 0 fails when other ranks end.
 FOLLOWER_GRACE_SECONDS = LEADER_GRACE_SECONDS + 0.25
-# Time for writing the log line about the loss.
+# Maximum seconds for writing the log line about the loss.
 _LOG_SECONDS = 0.5
 # Number of parts in which the time limit of a step is counted.
 _PARTS = 20
@@ -61,7 +61,10 @@ class RankFailureMonitor:
         self._at_end = act
 
     def lose(self, message: str) -> None:
-        """Record a loss, notify the callbacks, and end this process. Later losses are ignored."""
+        """Record a loss, and call the callbacks. A separate thread ends this process after the grace period.
+
+        Later losses are ignored.
+        """
         with self._lock:
             if self.error is not None:
                 return
@@ -105,7 +108,7 @@ class RankFailureMonitor:
 
 
 class StepTimeout:
-    """Step timeout: reports a loss if rank 0 waits longer for a step than any step can take.
+    """Context manager for a wait of rank 0 for a step. Reports a loss if a wait takes longer than any step can take.
 
     Heartbeats do not detect this case. A separate thread counts the time in parts, so that the time does not advance
     while this process is stopped.

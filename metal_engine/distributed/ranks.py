@@ -45,7 +45,7 @@ class Ranks:
     broadcast: TokenBroadcast | None = None
 
     def device(self, device: DeviceInfo) -> DeviceInfo:
-        """Return the device with limits that hold on every rank."""
+        """Return ``device`` with limits that hold on every rank. Raises ConfigError if the kinds of devices differ."""
         return device
 
     def divide(self, model: nn.Module) -> None:
@@ -55,7 +55,10 @@ class Ranks:
         """Reduce a model to this rank's shard, and read its weights. Raises UnsupportedModelError."""
 
     def sync_model_info(self, info: ModelInfo) -> ModelInfo:
-        """Return the facts about the model from which every rank plans its memory."""
+        """Return ``info`` with sizes that hold on every rank, from which each rank plans its memory.
+
+        With several ranks, call it after :meth:`load_shard`. It sets :attr:`facts`.
+        """
         return info
 
     def largest(self, what: str, number: int) -> int:
@@ -70,7 +73,7 @@ class Ranks:
         """Raise ModelLoadError if the model's files, a directory or a GGUF file, differ between ranks."""
 
     def barrier(self, what: str) -> None:
-        """Wait until all ranks have reached a place. Raises RunnerLostError if some ranks do not reach it."""
+        """Wait until all ranks have reached the place named ``what``. Raises RunnerLostError if a rank does not."""
 
     def follow(self, runner: ModelRunner) -> None:
         """Run rank 0's steps until rank 0 ends, then raise SystemExit. On rank 0, return at once."""

@@ -30,7 +30,7 @@ _MODULE = "metal_engine.distributed.rendezvous"
 _JOINED = b"."
 # The time limit is counted in parts of this length.
 _PART_SECONDS = 0.5
-# Time for a process to end by itself before it is killed, and time limit for listing processes.
+# Seconds for a process to end by itself before it is killed, and time limit in seconds for listing processes.
 _END_SECONDS, _LIST_SECONDS = 1.0, 10.0
 # Signals that a terminal or a process group sends. The monitor ignores them, and ends with its watched processes.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -110,9 +110,9 @@ def ended_by_hang_up() -> Iterator[None]:
 
 
 def watch(watched: Iterable[Watched], seconds: float) -> str | None:
-    """Wait until one of the processes has joined the group. Return None then.
+    """Wait until one of the processes has joined the group. Return None if it has joined.
 
-    Return a description of the problem if a process is lost or the time limit is exceeded. Time is counted in parts, so
+    Returns a description of the problem if a process is lost or ``seconds`` have passed. Time is counted in parts, so
     that it does not advance while a terminal has stopped this process together with the watched processes.
     """
     lines = {one.life_line: one for one in watched}
