@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def block_parts(specs: Sequence[StateSpec], block_size: int) -> list[KVPart]:
-    """Return the parts of a block for layers with these specs."""
+    """Return the parts of a block for layers with these specs; an empty list if no layer stores tokens."""
     parts = []
     for index, spec in enumerate(specs):
         for name, array in spec.token_arrays.items():

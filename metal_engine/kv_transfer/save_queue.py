@@ -31,7 +31,7 @@ class SaveQueue:
 
     Args:
         store: store that receives the blocks.
-        max_bytes: host memory for blocks that wait to be written.
+        max_bytes: host memory in bytes for blocks that wait to be written.
         bytes_per_call: approximate number of bytes to write in one call of the store.
         stats: counters to update.
         clock: returns seconds, for the pause after a failure of the store.
@@ -55,7 +55,10 @@ class SaveQueue:
         self._thread.start()
 
     def grant(self, num_blocks: int, layout: BlockLayout) -> int:
-        """Return how many of these blocks fit into the queue now. The remaining blocks count as dropped."""
+        """Return how many of ``num_blocks`` blocks fit into the queue now. The remaining blocks count as dropped.
+
+        0 while the store pauses after a failure, and after :meth:`close`.
+        """
         capacity = 0
         if self._pause.is_over and not self._closing:
             capacity = max(0, self._max_bytes - self._num_bytes) // layout.nbytes
@@ -125,7 +128,7 @@ class SaveQueue:
             del data
 
     def _write(self, layout: BlockLayout, hashes: list[bytes], data: np.ndarray) -> None:
-        """Write the blocks that the store does not have yet."""
+        """Write the blocks that the store does not have yet. Errors are logged and counted, and start a pause."""
         if not self._pause.is_over:
             self._stats.add(blocks_dropped=len(hashes))
             return

@@ -102,7 +102,11 @@ class KVConnectorScheduler:
         return True
 
     def take_ended_loads(self) -> list[str]:
-        """Return the requests whose loads have ended since the last call, completely or not, oldest load first."""
+        """Return the requests whose loads have ended since the last call, completely or not, oldest load first.
+
+        Ends the loads whose deadline has passed. Waits up to ``ANSWER_SECONDS`` for the store's first response about
+        new loads.
+        """
         self._await_answers()
         ended = []
         for request_id, ticket in list(self._tickets.items()):
@@ -145,7 +149,10 @@ class KVConnectorScheduler:
         return {} if arrived is None else arrived.blocks
 
     def arrived_state(self, request_id: str) -> bytes | None:
-        """Return the position of a waiting request's arrived recurrent state: the hash of the block before it."""
+        """Return the hash of the block that a waiting request's arrived recurrent state follows.
+
+        None if no state has arrived.
+        """
         arrived = self._arrived.get(request_id)
         return None if arrived is None or arrived.state is None else arrived.state[0]
 
@@ -189,7 +196,10 @@ class KVConnectorScheduler:
     # --- saves ----------------------------------------------------------------------------------------------
 
     def queue_saves(self, request: Request, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Save these blocks in the next plan. The blocks are complete after that plan's step."""
+        """Save blocks in the next plan, except blocks that came from the store. No effect for a consumer.
+
+        The blocks are complete after the step of that plan.
+        """
         if not self.config.saves:
             return
         from_store = self._from_store.get(request.request_id, ())
@@ -200,7 +210,9 @@ class KVConnectorScheduler:
         ]
 
     def build_connector_meta(self, states: Sequence[tuple[bytes, int]] = ()) -> KVConnectorMetadata | None:
-        """Return the loads and saves of the plan just made; None if there are none.
+        """Return the loads and saves of the plan just made, and clear them; None if there are none.
+
+        Saves that do not fit into the queue are dropped.
 
         Args:
             states: recurrent states to save, as the hash of the block that the state follows, and the state's slot.

@@ -49,10 +49,12 @@ class LoadTicket:
             waits for that state.
         has_answered: True if the store has reported on the first block, or the store will not be queried for now.
         is_done: True if nothing more will arrive.
+        is_cancelled: True if the caller has ended the load.
         error: reason for an early end if the store failed, else None.
         started: time of the first query to the store, by the transfer's clock; None while the load waits for host
             memory.
-        last_arrival: time at which the last block arrived, or ``started``.
+        last_arrival: time at which the last block or state arrived, or ``started``.
+        num_reserved_bytes: host memory reserved for the load, in bytes.
     """
 
     request_id: str
@@ -137,7 +139,8 @@ class KVTransfer:
         """Start to load blocks in order, up to the first missing block, and then a state. Does not block.
 
         The load is shortened to the blocks that fit into the host memory for loads. While other loads occupy that
-        memory, the load waits in a queue.
+        memory, the load waits in a queue. While the store pauses after a failure, nothing is loaded: the returned
+        ticket is done, and has an error.
 
         Args:
             request_id: id of the request.
@@ -199,11 +202,11 @@ class KVTransfer:
     # --- for the engine thread: saves -----------------------------------------------------------------------
 
     def grant_saves(self, num_blocks: int) -> int:
-        """Return how many of these blocks fit into the queue now. The remaining blocks count as dropped."""
+        """Return how many of ``num_blocks`` blocks fit into the queue now. The remaining blocks count as dropped."""
         return self._save_queue.grant(num_blocks, self.layout)
 
     def grant_state_saves(self, num_states: int) -> int:
-        """Return how many of these recurrent states fit into the queue now, as :meth:`grant_saves` does."""
+        """Return how many of ``num_states`` recurrent states fit into the queue now. The rest counts as dropped."""
         return 0 if self.state_layout is None else self._save_queue.grant(num_states, self.state_layout)
 
     def save(self, hashes: Sequence[bytes], data: np.ndarray) -> None:
@@ -302,7 +305,10 @@ class KVTransfer:
         return str(failure)
 
     def _load_some(self, ticket: LoadTicket) -> bool:
-        """Load a few more blocks of a ticket. Return True if the load is complete."""
+        """Load a few more blocks of a ticket. Return True if the load is complete or cancelled.
+
+        Otherwise, the load is queued again. Raises StoreError and CorruptBlockError.
+        """
         if ticket.is_cancelled:
             return True
         wanted = ticket.hashes[len(ticket.blocks) :][: self._blocks_per_call]
@@ -326,7 +332,10 @@ class KVTransfer:
         return False
 
     def _load_state(self, ticket: LoadTicket) -> bool:
-        """Load the last recurrent state that the store has for a ticket's blocks. Return False to try again later."""
+        """Load the last recurrent state that the store has for a ticket's blocks.
+
+        Returns False if the producer has not saved its state yet, so that the caller tries again later.
+        """
         if self.state_layout is None or ticket.state is not None:
             return True
         hashes = [*ticket.prefix, *ticket.hashes[: len(ticket.blocks)]]

@@ -41,8 +41,8 @@ class KVStore(Protocol):
 class StorePause:
     """Pause in the use of a store after a failure.
 
-    The first pause has 1 s. Each failure doubles it, up to 30 s, until the store works again. Thread-safe: a race costs
-    one more attempt.
+    The first pause lasts 1 s. Each failure doubles the next pause, up to 30 s, until the store works again.
+    Thread-safe: a race costs one more attempt.
 
     Args:
         clock: returns seconds.
