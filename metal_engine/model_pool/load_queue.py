@@ -49,7 +49,7 @@ class LoadQueue:
             self.first = None
 
     def next(self) -> Load | None:
-        """Return the load to start now, or None."""
+        """Return the load to start now, or None if no load may start. The load stays in the queue."""
         if self.first is not None and self.first.victims and not self._are_closing():
             self.first.is_due = True
         return next((load for load in self._loads if self._may_go(load)), None)

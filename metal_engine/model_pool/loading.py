@@ -1,4 +1,4 @@
-"""Load of one model in a thread: its access to the registry, and its errors."""
+"""Loads one model in a thread. The thread claims memory from the registry, and converts errors."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ class MemoryBudget:
     def out_of_memory_error(self, entry: ModelEntry, num_bytes: int) -> InsufficientMemoryError:
         """Return the error for a model that does not fit beside the loaded models. It states the missing memory.
 
-        ``num_bytes`` is an estimate, because the model's largest step has not been measured yet.
+        Args:
+            num_bytes: estimate of the model's memory in bytes, because its largest step has not been measured yet.
         """
         free = self.free_for(entry)
         return InsufficientMemoryError(
@@ -85,7 +86,7 @@ class MemoryBudget:
         return found
 
     def can_free(self, entry: ModelEntry, num_bytes: int) -> bool:
-        """Return True if free memory and the memory of idle models together are enough."""
+        """Return True if a model can have ``num_bytes`` in total after idle models are unloaded, if necessary."""
         return self.victims(entry, num_bytes, also_used=False) is not None
 
 

@@ -160,7 +160,7 @@ class ModelEntry:
         return None if self.loaded_engine is None else self.loaded_engine.engine.error
 
     def touch(self) -> None:
-        """Update the event behind :meth:`becomes_idle`."""
+        """Wake :meth:`becomes_idle` if the model is idle. Call it after each change of its leases and waiters."""
         if self.is_idle:
             self._idle.set()
         else:

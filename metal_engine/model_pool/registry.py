@@ -18,7 +18,7 @@ from metal_engine.settings.fields import format_size
 
 logger = logging.getLogger(__name__)
 
-# One thread loads a model. The other threads unload models at the same time.
+# One thread loads a model. The other threads unload models and check the files of models at the same time.
 _NUM_THREADS = 3
 # Delay before a failed load is tried again, unless the model's files have changed.
 RETRY_SECONDS = 10.0
@@ -168,7 +168,7 @@ class ModelRegistry:
         await self._close_and_wait(entry)
 
     def unload_idle(self, seconds: float) -> None:
-        """Unload the models that have served no request for ``seconds``, because the machine lacks memory."""
+        """Start to unload the idle models that have served no request for ``seconds``. Call it if memory is short."""
         for entry in self.entries:
             is_unused = entry.is_idle and time.monotonic() - entry.last_used >= seconds
             if is_unused and entry.state is ModelState.LOADED and entry.unloading is None:
@@ -217,7 +217,7 @@ class ModelRegistry:
             self._close(entry, self._queue.first)
 
     async def _run(self, load: Load) -> None:
-        """Run a load. Requeue the load if it has to wait for memory."""
+        """Run a load to its end. Requeue it if it has to wait for memory, or was given up and has new waiters."""
         load.lacks_memory = load.was_given_up = False
         error = await self._load(load)
         self._loading = None
@@ -229,7 +229,7 @@ class ModelRegistry:
         self._start_next_load()
 
     async def _load(self, load: Load) -> Exception | None:
-        """Load a model in a thread. Return the error of the thread."""
+        """Load a model in a thread. Return the error of the load; None if it was successful."""
         entry = load.entry
         access = RegistryDeviceAccess(self, load, asyncio.get_running_loop())
         started = time.monotonic()
@@ -256,7 +256,11 @@ class ModelRegistry:
         return None
 
     def _finish(self, load: Load, error: Exception | None) -> None:
-        """Finish a load and resolve the future that its waiters await."""
+        """Remove a load from the queue, and resolve the future that its waiters await.
+
+        Args:
+            error: error that the waiters get; None if the model is loaded.
+        """
         self._queue.remove(load)
         self._reopen_victims(load)
         if load.entry.load is load:
@@ -288,7 +292,10 @@ class ModelRegistry:
         entry.num_bytes = num_bytes
 
     def check_wanted(self, load: Load) -> None:
-        """Raise LoadCancelledError if a load is cancelled or has no waiters. Can be called in any thread."""
+        """Raise LoadCancelledError if a load is cancelled or has no waiters, or if the registry is closed.
+
+        The load then counts as given up. Can be called in any thread.
+        """
         if self.is_closed or not load.is_wanted:
             load.was_given_up = True
             raise LoadCancelledError(_unwanted(load.entry))
@@ -352,7 +359,7 @@ class ModelRegistry:
 
     @staticmethod
     def _collect_later() -> None:
-        """Delete an ended engine, which is part of reference cycles.
+        """Schedule a garbage collection, which deletes an ended engine. The engine is part of reference cycles.
 
         Its tokenizer takes tens of MiB outside Python's objects, so that Python would collect it only much later.
         """
