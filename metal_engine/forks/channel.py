@@ -1,4 +1,7 @@
-"""Framed messages over a stream socket: the length (little-endian), then the bytes. Also forks that answer them."""
+"""Framed messages over a stream socket, and forks of this process that answer messages.
+
+A frame has the length of the message (4 bytes, little-endian) and the message.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ BUFFER_BYTES = 1 << 18
 
 
 def framed(message: bytes) -> bytes:
-    """Return a message with its length, as sent over the socket."""
+    """Return the frame of a message."""
     return LENGTH.pack(len(message)) + message
 
 
@@ -33,7 +36,11 @@ def _receive_bytes(channel: socket.socket, size: int) -> bytes:
 
 
 def serve(channel: socket.socket, answer: Callable[[bytes], bytes | None]) -> None:
-    """Answer messages from a socket. Raises EOFError if the peer has closed the socket."""
+    """Answer messages from a socket until the peer closes it, which raises EOFError.
+
+    Args:
+        answer: function that returns the answer to a message; None to send no answer.
+    """
     while True:
         answered = answer(receive(channel))
         if answered is not None:
@@ -43,7 +50,8 @@ def serve(channel: socket.socket, answer: Callable[[bytes], bytes | None]) -> No
 class Fork:
     """Fork of this process that answers messages.
 
-    The fork may end at any message. It is not replaced then.
+    The fork may end at any message, or may not start for lack of processes. :attr:`has_ended` is then True. The fork is
+    not replaced.
 
     Args:
         answer: function that answers a message. Called in the fork.

@@ -1,4 +1,4 @@
-"""Parent of a process that forks itself for each piece of work. The process starts with the first piece."""
+"""Parent side of a process that forks itself for each piece of work. The first piece of work starts the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from metal_engine.python_process import PYTHON, python_environment
 
 # Interval at which a waiting request checks for cancellation.
 _POLL_MILLISECONDS = 20
-# Maximum wait for an answer. Its CPU time has a limit of a few seconds, but the machine may be very busy.
+# Maximum wait for an answer in seconds. An answer takes at most a few seconds of CPU time, but the machine may be very
+# busy.
 _WAIT_SECONDS = 60.0
 
 
@@ -26,7 +27,7 @@ class ForkError(Exception):
 
 
 def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> bytearray | None:
-    """Receive the next message. Return None if the peer has closed the socket or does not answer.
+    """Receive the next message. Return None if the peer closes the socket, or sends nothing for ``_WAIT_SECONDS``.
 
     Args:
         is_shared: True if several requests wait for the message. The cancellation of one request is ignored then.
@@ -45,7 +46,8 @@ def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> byt
 def receive_into(view: memoryview, channel: socket.socket) -> bool:
     """Receive the next message into a buffer of its size.
 
-    Return False as :func:`receive_patiently` returns None, or for a message of another size.
+    Returns False if the message has another size, or if :func:`receive_patiently` would return None. Raises Cancelled
+    if the request was cancelled.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
     length = bytearray(LENGTH.size)

@@ -39,7 +39,12 @@ class Monitor(threading.Thread):
     """Thread that ends the process if it grows too much, or if the peer has closed the socket.
 
     Args:
+        channel: socket to the peer.
+        growth: growth of this process.
         max_growth: maximum of ``growth`` in bytes.
+
+    Attributes:
+        done: event that ends the thread. Set it when the limit no longer applies.
     """
 
     def __init__(self, channel: socket.socket, growth: Growth, max_growth: int) -> None:
