@@ -10,7 +10,8 @@ class Cancelled(Exception):
     """The client of the work has disconnected."""
 
 
-# Set while work runs for a client that may disconnect. ``asyncio.to_thread`` and ``Context.run`` pass it to threads.
+# Event that is set when the client of the current work disconnects; None for work without such a client.
+# ``asyncio.to_thread`` and ``Context.run`` pass the variable to threads.
 caller_disconnected: ContextVar[threading.Event | None] = ContextVar("caller_disconnected", default=None)
 
 

@@ -19,7 +19,7 @@ class ConfigError(ValueError):
         message: description of the fault and its fix. If the message does not contain the flag, the flag is prepended.
 
     Attributes:
-        flag: see above.
+        flag: faulty setting, or None, as passed to the constructor.
     """
 
     def __init__(self, flag: str | None, message: str) -> None:
@@ -72,7 +72,7 @@ class AdapterError(ValueError):
 
 
 class ParameterError(ValueError):
-    """A parameter of a request that cannot be served.
+    """A request cannot be served because of one of its parameters.
 
     Attributes:
         name: name of the parameter, such as ``top_p`` or ``structured_outputs.regex``.

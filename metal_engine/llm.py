@@ -133,9 +133,9 @@ class LLM:
     ) -> list[GenerationResult]:
         """Generate the assistant's answer to each conversation.
 
-        Each answer is split into content, reasoning and tool calls. If special tokens mark these parts,
-        ``text`` contains its special tokens. A structured output begins after the reasoning. The text of a tool call
-        follows the tool's schema from the mark on that begins the call, if the grammar of the format is known.
+        Each answer is split into content, reasoning and tool calls. If special tokens mark these parts, the result's
+        ``text`` includes special tokens. A structured output begins after the reasoning. From the mark that begins a
+        tool call on, the text follows the tool's schema if the grammar of the format is known.
 
         Images are parts of a message's content (:func:`metal_engine.media.local_messages.split_images`): paths of files
         or ``data:`` URLs.
@@ -149,7 +149,7 @@ class LLM:
             template_kwargs: variables of the chat template, such as ``enable_thinking``.
 
         Raises:
-            ConfigError: the format of the model's tool calls or reasoning is not known here.
+            ConfigError: the format of the model's tool calls or reasoning is not known.
             ValueError: a conversation can never be served, or the model does not support these tools. Raised before
                 any generation.
             RuntimeError: a request failed, or the engine has stopped.
@@ -201,8 +201,8 @@ class LLM:
             use_tqdm: True to show a progress bar.
 
         Raises:
-            ValueError: a prompt can never be served, or the model does not support these vectors. Raised before any
-                computation.
+            ValueError: a prompt can never be served, or the model does not support embeddings or the parameters. Raised
+                before any computation.
             RuntimeError: a request failed, or the engine has stopped.
         """
         given: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]

@@ -47,7 +47,7 @@ class PoolingParams:
 
     @property
     def needs_every_token(self) -> bool:
-        """True if the result needs the hidden states of all tokens, so that cached prefixes cannot be used."""
+        """True if the result needs hidden states of tokens before the last, so that no cached prefix can be used."""
         return self.pooling_type != "LAST" and not self.token_ids
 
 

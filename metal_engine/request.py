@@ -52,8 +52,8 @@ class PreparedRequest:
         cache_salt: requests share cached prefixes only with requests that have the same salt.
         block_hashes: hashes of the prompt's full blocks, with this salt.
         pooling_params: pooling parameters with the model's defaults filled in; None to generate.
-        num_lasting_tokens: :attr:`Request.num_lasting_tokens`.
-        num_instruction_tokens: :attr:`Request.num_instruction_tokens`.
+        num_lasting_tokens: see :class:`Request`.
+        num_instruction_tokens: see :class:`Request`.
         adapter: LoRA adapter of the request; None: no adapter.
         images: images of the prompt; None without images.
     """
@@ -159,14 +159,14 @@ class Request:
         cache_salt: requests share cached prefixes only with requests that have the same salt.
         block_hashes: hashes of the full blocks of ``token_ids``, with this salt, as far as they have been computed.
         num_cached_tokens: number of prompt tokens found in the prefix cache at the first admission; -1 before it.
-        num_external_tokens: number of these tokens whose KV came from a store.
+        num_external_tokens: number of cached tokens whose KV came from a store.
         num_registered_blocks: number of leading blocks that are registered in the prefix cache.
         sort_key: order of service; lower goes first.
         last_step: id of the last step that computed tokens of the request; -1 before the first.
         num_preemptions: number of times that the request was preempted.
         num_failures: number of failed steps that computed the request since its last token.
         num_draft_tokens: (number of proposed drafts, number of accepted drafts).
-        num_predicted_tokens: numbers of accepted and of rejected drafts that came from the client's predicted text.
+        num_predicted_tokens: (number of accepted drafts, number of rejected drafts) from the client's predicted text.
         is_constrained: True if the next token has to match a grammar, as far as the output is known.
     """
 
@@ -280,7 +280,8 @@ class RequestOutput:
     """Results of a request since its previous output.
 
     The engine leaves out the text and the counts of prompt and output tokens: ``text``, ``token_ends``,
-    ``text_logprobs``, ``num_prompt_tokens`` and ``num_output_tokens``. The client fills them in.
+    ``text_logprobs``, ``num_prompt_tokens`` (except for a pooling request) and ``num_output_tokens``. The client
+    (:class:`metal_engine.engine.engine_client.EngineClient`) fills them in.
 
     Attributes:
         request_id: id given at submission.
@@ -293,7 +294,7 @@ class RequestOutput:
         num_prompt_tokens: length of the prompt in tokens.
         num_output_tokens: number of tokens generated so far, including the new tokens.
         num_cached_tokens: number of prompt tokens whose KV was in the prefix cache or in a store.
-        num_external_tokens: number of these tokens whose KV came from a store.
+        num_external_tokens: number of cached tokens whose KV came from a store.
         num_predicted_tokens: :attr:`Request.num_predicted_tokens` so far, without tokens that a stop string has cut
             off.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error`` in the last output, otherwise None.

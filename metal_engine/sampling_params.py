@@ -83,7 +83,7 @@ class StructuredOutputsParams:
 
     @property
     def schema_text(self) -> str | None:
-        """JSON schema as JSON text, if one is given."""
+        """JSON schema as JSON text; None without a schema. Raises ParameterError if the schema is not JSON."""
         if self.json is None or isinstance(self.json, str):
             return self.json
         if num_characters(self.json, per_value=1, limit=MAX_GRAMMAR_CHARACTERS) > MAX_GRAMMAR_CHARACTERS:
@@ -240,7 +240,7 @@ class SamplingParams:
     def needs_token_on_host(self) -> bool:
         """True if sampling any token requires the previous token on the host.
 
-        With rules for phases, some tokens do (:attr:`metal_engine.request.Request.needs_token_on_host`).
+        With rules for phases, only some tokens require it (:attr:`metal_engine.request.Request.needs_token_on_host`).
         """
         is_structured = self.structured_outputs is not None and not self.has_phase_rules
         return self.has_penalties or bool(self.bad_words) or is_structured

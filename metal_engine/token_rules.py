@@ -82,7 +82,7 @@ class TokenRules:
             allows all tokens.
         bias_ids: tokens whose logits are biased, [A] int32.
         biases: numbers added to the logits of ``bias_ids``, [A] float32.
-        grammar: grammar of the whole output; None without structured output.
+        grammar: grammar of the whole output; None without a structured output and without rules for phases.
     """
 
     stop_token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
