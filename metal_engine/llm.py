@@ -134,8 +134,8 @@ class LLM:
         """Generate the assistant's answer to each conversation.
 
         Each answer is split into content, reasoning and tool calls. If special tokens mark these parts, the result's
-        ``text`` includes special tokens. A structured output begins after the reasoning. From the mark that begins a
-        tool call on, the text follows the tool's schema if the grammar of the format is known.
+        ``text`` includes special tokens. A structured output begins after the reasoning. If the grammar of the format
+        is known, the text of a tool call follows the tool's schema, from the mark that begins the call.
 
         Images are parts of a message's content (:func:`metal_engine.media.local_messages.split_images`): paths of files
         or ``data:`` URLs.

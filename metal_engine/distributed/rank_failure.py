@@ -108,7 +108,7 @@ class RankFailureMonitor:
 
 
 class StepTimeout:
-    """Context manager for a wait of rank 0 for a step. Reports a loss if a wait takes longer than any step can take.
+    """Context manager around a wait of rank 0 for a step. Reports a loss if the wait exceeds the time limit of a step.
 
     Heartbeats do not detect this case. A separate thread counts the time in parts, so that the time does not advance
     while this process is stopped.

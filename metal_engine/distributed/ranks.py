@@ -55,7 +55,7 @@ class Ranks:
         """Reduce a model to this rank's shard, and read its weights. Raises UnsupportedModelError."""
 
     def sync_model_info(self, info: ModelInfo) -> ModelInfo:
-        """Return ``info`` with sizes that hold on every rank, from which each rank plans its memory.
+        """Return ``info`` with the largest sizes of any rank. Each rank plans its memory with these sizes.
 
         With several ranks, call it after :meth:`load_shard`. It sets :attr:`facts`.
         """

@@ -99,7 +99,7 @@ class Reservation:
     async def take(self, num_prompt_tokens: int) -> None:
         """Wait until the next request may be submitted. Use up one place for a prompt of ``num_prompt_tokens`` tokens.
 
-        Raises ValueError if no place for a prompt of this length is left.
+        Raises ValueError if the reservation has no unused place for a prompt of this length.
         """
         if not self._left[num_prompt_tokens]:
             raise ValueError(f"no place is reserved for a prompt of {num_prompt_tokens} tokens")
@@ -127,8 +127,7 @@ class AsyncEngine:
         transport: engine that has not been started, in a thread or in a process of its own.
 
     Attributes:
-        last_used: time of the end of the last request, or of the creation of this object if no request has ended, in
-            seconds of ``time.monotonic``.
+        last_used: time of the last end of a request, in seconds of ``time.monotonic``. Initially the time of creation.
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -44,7 +44,7 @@ class Monitor(threading.Thread):
         max_growth: maximum of ``growth`` in bytes.
 
     Attributes:
-        done: event that ends the thread. Set it when the limit no longer applies.
+        done: event that ends the thread when the caller sets it.
     """
 
     def __init__(self, channel: socket.socket, growth: Growth, max_growth: int) -> None:

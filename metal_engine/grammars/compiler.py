@@ -66,7 +66,7 @@ class GrammarTask:
         self._compiled = compiled
 
     def result(self, deadline: float) -> CompiledGrammar | None:
-        """Wait for the grammar. Return None if it is not compiled by ``deadline``, a time of ``time.monotonic``.
+        """Wait for the compiled grammar until ``deadline``, a time of ``time.monotonic``. Return None after that time.
 
         Raises:
             ValueError: the grammar cannot be compiled.
@@ -106,7 +106,7 @@ class GrammarCompiler:
         self._in_use: weakref.WeakValueDictionary[bytes, CompiledGrammar] = weakref.WeakValueDictionary()
 
     def compile(self, params: StructuredOutputsParams, **place: Any) -> CompiledGrammar:
-        """Return the compiled grammar of a structured output. Compile it unless it is compiled already.
+        """Return the grammar of a structured output. Each grammar is compiled once.
 
         If the structured output is only a part of the output, ``place`` has ``tail`` and the other fields of
         :mod:`metal_engine.grammars.source` that describe the part.

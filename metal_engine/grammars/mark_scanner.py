@@ -66,7 +66,7 @@ class Entry:
 
 
 class PlainTokens:
-    """Tokens without the first byte of any mark, so that no mark begins in them.
+    """Tokens whose bytes exclude the first bytes of all marks, so marks begin only in other tokens.
 
     Shared by all outputs whose marks have the same first bytes.
 

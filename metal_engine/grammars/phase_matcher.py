@@ -68,8 +68,8 @@ class _LiveSegment:
         grammar: grammar of the segment.
         mark: mark that begins the segment; None for the opening of an output.
         is_partial: True if the text is only the beginning of the mark so far.
-        openings: ``Segment.openings`` while the segment's text may still become one of them; empty afterwards.
-        begun: text of the segment so far, as long as ``openings`` is not empty.
+        openings: ``Segment.openings`` while the segment's text is the beginning of one of them; empty afterwards.
+        begun: text of the segment while ``openings`` has entries.
         unsent: tokens that were not sent to the grammar's process yet.
         sent: tokens of the last message to the grammar's process.
         matcher: matcher of the segment's grammar; None until the grammar is compiled.

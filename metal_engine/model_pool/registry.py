@@ -217,7 +217,7 @@ class ModelRegistry:
             self._close(entry, self._queue.first)
 
     async def _run(self, load: Load) -> None:
-        """Run a load to its end. Requeue it if it has to wait for memory, or was given up and has new waiters."""
+        """Run a load to its end. Requeue a load that lacks memory, or that was given up and has new waiters."""
         load.lacks_memory = load.was_given_up = False
         error = await self._load(load)
         self._loading = None
@@ -294,7 +294,7 @@ class ModelRegistry:
     def check_wanted(self, load: Load) -> None:
         """Raise LoadCancelledError if a load is cancelled or has no waiters, or if the registry is closed.
 
-        The load then counts as given up. Can be called in any thread.
+        Records the load as given up before raising. Can be called in any thread.
         """
         if self.is_closed or not load.is_wanted:
             load.was_given_up = True

@@ -23,8 +23,8 @@ from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 class PackedBatch:
     """Tokens and rows of one step, on the host: N tokens of B requests. R of the N rows sample.
 
-    All arrays are int32. ``images`` holds the rows whose tokens have features of images. ``next_images`` holds the rows
-    whose next token has them. Both are None if there are no such rows; ``next_images`` also without a draft head.
+    All arrays are int32. ``images`` holds the rows whose tokens have features of images; None without such rows.
+    ``next_images`` holds the rows whose next tokens have features; None without such rows, or without a draft head.
     """
 
     input_ids: np.ndarray  # [N]

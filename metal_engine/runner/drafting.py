@@ -76,7 +76,7 @@ class Drafter(Protocol):
         """Build this drafter's work in a step of the target. Return the work; None if no array needs evaluation.
 
         Args:
-            tokens: tokens that the step samples, [R] int32; None if it samples none.
+            tokens: tokens that the step samples, [R] int32; None for a step that samples nothing.
         """
 
     def failed(self, error: Exception) -> None:

@@ -96,7 +96,7 @@ class FeatureCache:
     def kept_of_step(self, images: ImageRows | None) -> StepImages | None:
         """Return the features of a step's rows, without the rows of images whose features are not kept.
 
-        None if no row is left.
+        None if all rows are left out.
         """
         if images is None or all(source[0] in self._features for source in images.sources):
             return self.of_step(images)

@@ -244,7 +244,7 @@ class ModelRunner:
 
         Returns:
             The logits of the rows ``logits_indices``, [R + T, vocab_size], with the hidden states if a drafter needs
-            them; and the outcome, None if not every row samples or replay was not requested.
+            them. The second result is the outcome; None if some rows do not sample, or if replay was not requested.
         """
         input_ids, adapters = self._input_ids(batch), self._adapter_rows(batch)
 

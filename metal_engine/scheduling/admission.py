@@ -115,9 +115,10 @@ class Admissions:
         The caller removes the returned request from the queue. These requests are skipped:
 
         - long prompts while ``max_long_partial_prefills`` long prompts are in progress;
-        - requests with a prefix that a running prefill is about to compute. They are parked until it is computed;
-        - suspects (:attr:`Request.is_suspect`) while another suspect runs. A step then has at most one suspect, so that
-          its failure shows which request is the cause.
+        - requests with a prefix that a running prefill is about to compute. The request is parked until the prefix is
+          computed;
+        - suspects (:attr:`Request.is_suspect`) while another suspect runs. Each step has at most one suspect, so a
+          failed step shows which request is the cause.
         """
         may_be_long = prefills.num_long < self._config.max_long_partial_prefills
         for _ in range(_MAX_PASSED_OVER):

@@ -116,7 +116,7 @@ class RequestImages:
     # --- claims ---------------------------------------------------------------------------------------------
 
     def _claim(self, request_id: str, images: PromptImages, first: int, end: int) -> bool:
-        """Claim the images ``first`` to ``end`` (exclusive). Return False, and claim none, if they do not all fit."""
+        """Claim the images ``first`` to ``end`` - 1. Return False, without a claim, if one of them does not fit."""
         held_first, held_end = self._claimed.get(request_id, (first, first))
         new = images.images[held_end:end]
         if not new:
@@ -220,7 +220,7 @@ def _between(images: PromptImages, start: int, stop: int) -> tuple[int, int]:
 
 
 def last_cut(images: PromptImages | None, start: int, stop: int, unit: int) -> int:
-    """Return the last position, at most ``stop``, at which a chunk may end. Return ``start`` if there is none.
+    """Return the largest possible end of a chunk, at most ``stop``; ``start`` if the chunk must end after ``stop``.
 
     Args:
         images: images of the prompt, or None.

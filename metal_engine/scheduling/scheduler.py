@@ -217,7 +217,7 @@ class Scheduler:
     def _next_candidate(self, prefills: PrefillAllocator) -> Candidate | None:
         """Return the request to admit next, or None if no request can be admitted now.
 
-        None is returned if one of these applies:
+        No request can be admitted in these cases:
 
         - The step has no tokens left, or ``max_num_seqs`` requests are running.
         - The queue is empty or blocked (:meth:`Admissions.next`).

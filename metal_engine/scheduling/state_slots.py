@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 
 class StateSlots:
-    """Slots 1 to ``num_slots``. Each slot is free, or is used by a request, by a state checkpoint, or by both.
+    """Slots 1 to ``num_slots``. A slot is free, or holds a request's state, a state checkpoint, or both in one state.
 
     Args:
         num_slots: number of slots; 0 for models without recurrent layers.

@@ -37,7 +37,7 @@ class ProcessEndedError(ModelLoadError):
 class EngineProcess:
     """Spawned process of an engine. The process imports its modules, and waits for :meth:`build`.
 
-    On Linux, the system ends the process when the thread that has spawned it ends, so this thread must live as long.
+    The thread that spawns the process must outlive the process: on Linux, the system ends both together.
 
     Args:
         module: main module of the process, which gets the descriptor of a socket as its argument.

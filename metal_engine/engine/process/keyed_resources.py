@@ -75,7 +75,7 @@ class KeyedResources:
     # --- for requests ---
 
     def needed_by(self, message: wire.Submit) -> list[Future[Any]]:
-        """Return the futures of a request's grammar and adapter, if it has them."""
+        """Return the futures of a request's grammar and adapter; empty for a request that has neither."""
         needed: list[Future[Any]] = []
         if message.rules.grammar is not None:
             needed.append(self._grammars[message.rules.grammar].made)
@@ -90,7 +90,7 @@ class KeyedResources:
         return unpacked_request(message, grammar, adapter, self._image_inputs)
 
     def release(self, message: wire.Release) -> None:
-        """Drop resources that the server no longer needs. Compilations of released grammars are cancelled."""
+        """Drop the resources that the message names, and cancel the compilations of released grammars."""
         for key in message.adapters:
             self._adapters.pop(key, None)
         for key in message.images:
@@ -149,8 +149,8 @@ class KeyedResources:
     def _loaded(self, message: wire.LoadAdapter) -> Adapter:
         """Load an adapter and return it.
 
-        If an earlier process had the adapter, the message has its fingerprint. An adapter with this fingerprint is then
-        returned if this process has it.
+        If an earlier process had the adapter, the message contains the adapter's fingerprint. If this process has
+        already loaded an adapter with this fingerprint, this adapter is returned.
 
         Raises:
             AdapterError: the adapter cannot be loaded, or its files have changed since an earlier process loaded it.
@@ -179,7 +179,7 @@ class KeyedResources:
             adapters.unload(name)
 
     def _answer(self, call: int, made: Future[Any]) -> None:
-        """Send the result of a call or its error. If the engine has ended, an error is not sent."""
+        """Send the result of a call or its error. Errors after the end of the engine are not sent."""
         if (error := made.exception()) is None:
             result = made.result()
             self._send(wire.Reply(call, packed_adapter(result) if isinstance(result, Adapter) else None))

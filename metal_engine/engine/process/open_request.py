@@ -17,9 +17,9 @@ class OpenRequest:
     """Request that the process has not finished, with its output so far.
 
     Attributes:
-        so_far: all tokens and counts of the output so far, merged; None without tokens.
+        so_far: output up to now, with all of its tokens; None before the first token.
         image_inputs: inputs of the request's images, which the process keeps while these objects exist.
-        num_failures: number of processes that have ended while they computed the request, since its last token.
+        num_failures: number of processes since the request's last token that have ended while they computed it.
     """
 
     prepared: PreparedRequest

@@ -124,7 +124,7 @@ class MetricsTotals:
         """Prepare for the snapshots of a new engine, which are added to the current sums.
 
         Args:
-            stats: last result of :meth:`add_stats` for the engine that has ended; None for the first engine.
+            stats: last result of :meth:`add_stats` for the previous engine; None for the first engine.
         """
         self._before = packed_metrics(self._metrics)
         self._stats_before = stats

@@ -88,7 +88,7 @@ class RestartableProcess:
     def record_stats(self, before: SchedulerStats, now: SchedulerStats, *, has_requests: bool) -> None:
         """Record stats of the engine as progress, unless the engine has requests and no new plan.
 
-        Also starts the spare process when it is due.
+        Starts the spare process after its delay (:attr:`ProcessLimits.spare_delay`).
         """
         if now.num_plans != before.num_plans or not has_requests:
             self._monitor.progressed()

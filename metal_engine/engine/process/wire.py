@@ -285,7 +285,7 @@ class Device(Message):
 
 
 class CheckFits(Message):
-    """See :meth:`metal_engine.engine.device_access.DeviceAccess.check_fits`. The server ends the process on an error."""
+    """See :meth:`metal_engine.engine.device_access.DeviceAccess.check_fits`. If it raises, the process is killed."""
 
     num_bytes: int
 

@@ -100,7 +100,7 @@ class DraftCosts:
 
     @property
     def are_known(self) -> bool:
-        """True if the time of a forward is known.
+        """True after two measurements of a forward.
 
         Until then, only one request of a step has drafts, and the draft model prefills no prompt.
         """

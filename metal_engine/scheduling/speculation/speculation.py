@@ -367,7 +367,7 @@ class Speculation:
     def _added_seconds(self, seconds: float, drafting: Drafting | None) -> float:
         """Return how much longer a step of ``seconds`` took than the same step without drafts, in seconds.
 
-        At least the time in which the draft model ran.
+        The result includes at least the time of the draft model or head.
         """
         known = self._async_times.seconds(self._num_plain_rows) if self._config.async_scheduling else None
         if known is None:
