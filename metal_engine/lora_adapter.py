@@ -49,7 +49,7 @@ class AdapterTargets:
     """Layers of a model that LoRA adapters can change, by module name.
 
     Attributes:
-        shapes: module name -> numbers of inputs and outputs.
+        shapes: module name -> (number of inputs, number of outputs).
         refused: module name -> reason why adapters cannot change the layer, for other linear layers.
         interleaved: module name -> number of heads, for layers whose outputs are in llama.cpp's order. Output 2i + j of
             a head with n outputs is output j * n / 2 + i in the usual order.

@@ -93,7 +93,7 @@ class PromptImages:
 
     @property
     def bidirectional_layers(self) -> BidirectionalLayers:
-        """Layers in which images attend to themselves. All images of a model have the same layers."""
+        """Layers in which each token of an image attends to later tokens of the image; the same for all images."""
         return self.images[0].bidirectional_layers
 
     @property

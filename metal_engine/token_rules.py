@@ -28,9 +28,9 @@ class Matcher(Protocol):
 
     @property
     def plain_tokens(self) -> Set[int]:
-        """Tokens after which the output is still free. :meth:`observe` may receive these tokens with the next token.
+        """Tokens after which the output is still free. The caller may pass them to :meth:`observe` with a later token.
 
-        The set is incomplete: it grows with the tokens that outputs have had.
+        The set is incomplete. It grows with the tokens that outputs have had.
         """
 
     def is_free_after(self, drafts: Sequence[int]) -> bool:

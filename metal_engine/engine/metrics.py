@@ -60,7 +60,7 @@ class _Times:
 
 
 class EngineMetrics:
-    """Totals since the engine was created. Durations are in seconds, and a request's durations start at its arrival.
+    """Totals since the engine was created. Durations are in seconds. A request arrives when it is submitted.
 
     A pooling request has no tokens. It counts only in the metrics about prompts and whole requests.
 
@@ -97,7 +97,7 @@ class EngineMetrics:
         num_decode_forwards: steps in which every row samples, by the outcome of their forward pass
             (:class:`metal_engine.step.DecodeForward`). Counted if replay applies to such steps.
         replay_refusal: reason why no step is replayed; None if there is no known reason.
-        num_drafts: proposals. A proposal is all drafts of one request in one step.
+        num_drafts: number of proposals. A proposal consists of all drafts of one request in one step.
         num_draft_tokens: draft tokens proposed.
         num_accepted_tokens: draft tokens accepted, by position in the proposal.
         num_unmasked_tokens: draft tokens for which the grammar mask after the draft was missing.

@@ -131,6 +131,7 @@ class RequestPreparer:
             ParameterError: the model does not support the parameters, or a token id is outside its vocabulary.
             ContextLengthError: a prompt exceeds the model's context length.
             PromptError: a prompt is empty or exceeds the KV cache.
+            Cancelled: the client has disconnected.
         """
         whole = resolve_pooling(params, self._config.model)
         prepared = []
@@ -164,6 +165,7 @@ class RequestPreparer:
         Raises:
             ParameterError: the model does not support the parameters.
             OverloadedError: too many grammars are waiting to be compiled.
+            Cancelled: the client has disconnected while the grammar was compiled.
         """
         return self._rules.rules_for(params)
 

@@ -29,8 +29,9 @@ def compile_problem(message: str, regex: str | None) -> str:
 
 
 def _position(text: str, escaped: str, at: int) -> int:
-    """Return the position in ``text`` of position ``at`` of ``escaped``, which is ``text`` with escapes for single
-    characters.
+    """Convert the position ``at`` in ``escaped`` to the position of the same character in ``text``.
+
+    ``escaped`` is ``text`` with some characters replaced by escapes of two characters.
     """
     position = i = 0
     while i < at and position < len(text):

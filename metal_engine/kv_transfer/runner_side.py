@@ -152,7 +152,7 @@ class KVConnectorRunner:
         return saves
 
     def hand_over_saves(self, saves: StepSaves) -> None:
-        """Pass a step's evaluated saves to the threads that write them, without waiting for the threads."""
+        """Pass a step's evaluated saves to the thread that writes them, without waiting. Errors are logged."""
         try:
             if saves.hashes:
                 self._transfer.save(saves.hashes, _joined(saves, len(saves.hashes), self._layout))

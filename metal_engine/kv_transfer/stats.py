@@ -12,7 +12,8 @@ class KVTransferStats:
 
     Attributes:
         loads_started: requests for which the store was queried.
-        loads_timed_out: started loads that ended at the deadline. Blocks that had arrived by then were used.
+        loads_timed_out: started loads that ended at the deadline. Blocks that had arrived by then were used, unless the
+            load failure policy ended the request.
         loads_failed: started loads that ended with a store error or a corrupt block.
         loads_deferred: started loads that had to wait for host memory.
         loads_skipped: requests for which the store was not queried because it had failed recently.

@@ -321,7 +321,10 @@ class RequestTable:
         return rows.positions[rows.logits_indices] + 1 - self._num_prompt_tokens[batch.sample_indices]
 
     def update(self, plan: SchedulerOutput) -> None:
-        """Update the table for ``plan``: remove and add requests, and append their new blocks and state slots."""
+        """Update the table for ``plan``: remove and add requests, and set their new blocks and state slots.
+
+        Raises ValueError or KeyError if the plan contradicts the table.
+        """
         for request_id in plan.dropped_req_ids:
             self.remove(request_id)
         for new in plan.new_requests:

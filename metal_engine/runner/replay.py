@@ -222,7 +222,7 @@ class DecodeReplay:
         return "refused"
 
     def refuse(self, why: str) -> None:
-        """Disable replay for a reason."""
+        """Disable replay, delete all traces and log a warning. ``why`` becomes the refusal."""
         self.refusal = why
         self._traces.clear()
         logger.warning("%s are built instead of replayed, which takes more time on the host: %s", self._steps_name, why)

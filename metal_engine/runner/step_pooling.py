@@ -2,8 +2,8 @@
 
 The vector is a mean of hidden states. The pooling type selects the tokens: all tokens of the prompt (MEAN), the last
 token (LAST) or the first token (CLS). A step sums the hidden states of its rows on the device. The host adds up the
-sums of a prompt's chunks. A preempted request starts again with a new sum, so a step that was in flight does not change
-it. A prompt with ``token_ids`` gets the logits of these tokens at its last token instead of a vector.
+sums of a prompt's chunks. A preempted request starts again with a new sum, which steps in flight do not change. A
+prompt with ``token_ids`` gets the logits of these tokens at its last token instead of a vector.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class HangMonitor:
         self._limit = None
 
     def progressed(self) -> None:
-        """Record progress of the process."""
+        """Record progress of the process. The limit counts from now on."""
         self._seconds = 0.0
 
     def _count(self) -> None:

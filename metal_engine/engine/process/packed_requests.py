@@ -38,7 +38,7 @@ def unpacked_text(data: bytes) -> str:
 
 
 def packed_ids(ids: Sequence[int]) -> bytes:
-    """Return token ids as int32."""
+    """Return token ids as the bytes of int32 numbers."""
     return array("i", ids).tobytes()
 
 

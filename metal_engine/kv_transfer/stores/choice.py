@@ -12,10 +12,10 @@ from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 
 
 def check_place(config: KVTransferConfig) -> None:
-    """Check that a directory can be used as a store, before a model is loaded.
+    """Check that a directory can be used as a store, before a model is loaded. Other stores are not checked.
 
     Raises:
-        ConfigError: the path is not a directory, or the directory contains other files.
+        ConfigError: the path is not a directory, or the directory cannot be read or contains other files.
     """
     if config.kv_connector != "disk" or not config.saves:
         return

@@ -268,8 +268,9 @@ def _make_private(root: Path, folder: int) -> None:
     """Close the directory to other users.
 
     The owner of a new file in the directory is compared with the owner of the directory, because a network share may
-    assign files an owner of its own. A directory of root, such as the mount point of a volume, stays unchanged, because
-    root has access anyway. A process of root may use a directory of any user, such as a host's folder in a container.
+    assign files to another user than the user of the process. A directory of root, such as the mount point of a volume,
+    stays unchanged, because root has access anyway. A process of root may use a directory of any user, such as a host's
+    folder in a container.
 
     Raises:
         NotAStoreError: the directory belongs to another user.

@@ -29,7 +29,7 @@ class Acceptance:
         return self._of_request.get(request_id, self._shared)
 
     def tried(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """Update the estimates with the results of drafts.
+        """Update the estimates after the first ``num_accepted`` of a request's ``num_drafts`` drafts were accepted.
 
         Drafts after the first rejected draft carry no information.
         """
@@ -65,7 +65,7 @@ class SourceAcceptance:
         return self.lookups is self.computed
 
     def of_source(self, drafts: Sequence[int]) -> Acceptance:
-        """Return the acceptance of the source of some drafts."""
+        """Return the acceptance of the source that made ``drafts``, at least one draft."""
         return self.computed if drafts[0] == UNKNOWN_DRAFT else self.lookups
 
     def of(self, request_id: str, drafts: Sequence[int]) -> float:

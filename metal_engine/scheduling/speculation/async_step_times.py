@@ -61,7 +61,7 @@ class AsyncStepTimes:
         """Return True if a step that is expected to have drafts should wait for tokens.
 
         Expected drafts may rely on step times that are not measured. Each wait without drafts therefore doubles the
-        number of later waits that are left out.
+        number of later waits that are left out. Call it once for each step that is expected to have drafts.
         """
         self._num_left_out += 1
         return self._num_left_out >= 1 << self._num_vain_waits

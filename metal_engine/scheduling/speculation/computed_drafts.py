@@ -113,8 +113,8 @@ class DraftCosts:
 
         Args:
             requests: ids of unfinished requests.
-            probe_seconds: time that a probe has added to the step, in seconds; 0 without a probe. A probe is drafts
-                that are not expected to be worth their cost.
+            probe_seconds: time that a probe has added to the step, in seconds; 0 without a probe. A probe is a draft
+                that is not expected to be worth its cost.
         """
         self._seconds += step_seconds
         self._probe_seconds += probe_seconds
@@ -127,7 +127,10 @@ class DraftCosts:
             self._token.measured((drafting.seconds - drafting.forward_seconds) / drafting.num_tokens)
 
     def num_missing_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request the draft model lacks, beside the tokens that are new in each step."""
+        """Return how many tokens of a request lack KV of the draft model, beside the tokens that are new in each step.
+
+        The result can be negative.
+        """
         return request.num_tokens - NEW_TO_DRAFT_MODEL - self._num_computed.get(request.request_id, 0)
 
     def may_probe(self, request: Request) -> bool:

@@ -37,7 +37,7 @@ class Proposer(Protocol):
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         """Return up to ``num_tokens`` tokens that may follow the request's tokens.
 
-        If the draft model is to fill in the drafts, all returned tokens are :data:`UNKNOWN_DRAFT`.
+        If the runner's draft model or head is to fill in the drafts, all returned tokens are :data:`UNKNOWN_DRAFT`.
         """
 
     def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
@@ -70,7 +70,7 @@ class Proposals:
     """Requests drafts from a proposer for the requests that may have drafts.
 
     Args:
-        costs: costs of the draft model; None without a draft model.
+        costs: costs of the drafts that the runner computes; None if the runner computes no drafts.
 
     Attributes:
         acceptance: estimated acceptance of the proposer's drafts.
@@ -91,7 +91,7 @@ class Proposals:
 
     @property
     def draft_seconds(self) -> float:
-        """Seconds that it takes to find one draft for each request; 0 without a draft model."""
+        """Seconds in which the runner computes one draft for each request; 0 if it computes no drafts."""
         return 0.0 if self._costs is None else self._costs.forward_seconds
 
     def catching_up_seconds(self, request: Request, drafts: list[int]) -> float:

@@ -86,7 +86,7 @@ class Speculation:
 
         - An asynchronously planned step would only decode.
         - The step has capacity for drafts.
-        - With drafts, the step is expected to yield more tokens per second, or a probe of the draft model is due.
+        - With drafts, the step is expected to yield more tokens per second, or a probe of the runner's drafts is due.
 
         The expected number of tokens is computed with drafts that follow the tokens known now. The first of these
         drafts are guesses for the tokens in flight. A draft model runs when all tokens are known, so its drafts include
