@@ -55,9 +55,10 @@ class Ranks:
         """Reduce a model to this rank's shard, and read its weights. Raises UnsupportedModelError."""
 
     def sync_model_info(self, info: ModelInfo) -> ModelInfo:
-        """Return ``info`` with the largest sizes of any rank. Each rank plans its memory with these sizes.
+        """Return ``info`` with the largest sizes of any rank, and with the layers and parameters of the whole model.
 
-        With several ranks, call it after :meth:`load_shard`. It sets :attr:`facts`.
+        Each rank plans its memory with the result. With several ranks, call it after :meth:`load_shard`. It sets
+        :attr:`facts`.
         """
         return info
 

@@ -303,7 +303,7 @@ class AsyncEngine:
                 reservation.end_request()
 
     def watch(self, on_frame: FrameSink) -> None:
-        """Set the callback for frames, replacing the previous callback. It is called in the running event loop."""
+        """Set the callback for frames, replacing the previous callback. The running event loop calls it."""
         loop = asyncio.get_running_loop()
 
         def hand_over(frame: Frame) -> None:

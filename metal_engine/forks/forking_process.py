@@ -27,7 +27,7 @@ class ForkError(Exception):
 
 
 def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> bytearray | None:
-    """Receive the next message. Return None if the peer closes the socket, or sends nothing for ``_WAIT_SECONDS``.
+    """Receive the next message. Return None if the peer closes the socket, or exceeds ``_WAIT_SECONDS``.
 
     Args:
         is_shared: True if several requests wait for the message. The cancellation of one request is ignored then.

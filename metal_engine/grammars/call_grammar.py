@@ -11,8 +11,8 @@ from functools import cached_property
 from metal_engine.grammars.marks import token_ranges, without_marks
 from metal_engine.output_phases import CallTrigger
 
-# Limits of the search. Most compilations take milliseconds of CPU time. A compilation that exceeds its own limits
-# counts as _EXCESSIVE_SECONDS.
+# Limits of the search. Most compilations take milliseconds of CPU time. A compilation that exceeds its own limits takes
+# at most a second, and counts as _EXCESSIVE_SECONDS.
 _MAX_COMPILATIONS = 64
 _MAX_CPU_SECONDS = 4.0
 _EXCESSIVE_SECONDS = 1.0

@@ -104,7 +104,7 @@ class CompiledGrammar:
         channel.setblocking(False)
         self._channel = channel
         self._is_open = True
-        self._heard_at = time.monotonic()  # time of the last answer, or of a request to the idle process
+        self._heard_at = time.monotonic()  # time of the last answer, or of the first message to the idle process
         self._close = weakref.finalize(self, channel.close)
 
     @property

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of concurrent compilations. Each takes one core for at most a second.
 _MAX_COMPILING = 2
-# Maximum number of grammars in compilation or waiting for it. The last one waits for ten seconds in the worst case.
+# Maximum number of grammars in compilation or waiting for it. The last grammar waits for ten seconds in the worst case.
 _MAX_WAITING = 16
 # Maximum number of compiled grammars kept for further requests. Each has a process of a few MiB, in the worst case some
 # tens of MiB, and a second process if masks after drafts are needed.
@@ -84,7 +84,7 @@ class GrammarTask:
 
 
 class GrammarCompiler:
-    """Compiler of grammars for one tokenizer. Compiles each grammar once. Thread-safe.
+    """Compiler of grammars for one tokenizer. Keeps grammars that outputs use, and recent grammars. Thread-safe.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -106,7 +106,7 @@ class GrammarCompiler:
         self._in_use: weakref.WeakValueDictionary[bytes, CompiledGrammar] = weakref.WeakValueDictionary()
 
     def compile(self, params: StructuredOutputsParams, **place: Any) -> CompiledGrammar:
-        """Return the grammar of a structured output. Each grammar is compiled once.
+        """Return the grammar of a structured output. Compile the grammar unless this compiler still has it.
 
         If the structured output is only a part of the output, ``place`` has ``tail`` and the other fields of
         :mod:`metal_engine.grammars.source` that describe the part.

@@ -213,7 +213,7 @@ class MarkScanner:
     def _partial_entry(self) -> Entry | None:
         """Return a segment if the text ends with the beginning of its mark, up to a part of ``tail``; otherwise None.
 
-        The segment's grammar includes ``tail``, so it also allows only tokens that continue the mark or other text.
+        The segment's grammar begins with ``tail``, so it can compute masks while the mark is incomplete.
         """
         for mark in self._possible_marks():
             segment = mark.target

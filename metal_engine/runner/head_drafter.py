@@ -177,7 +177,7 @@ class HeadDrafter:
     def draft(self, table: RequestTable, plan: SchedulerOutput) -> Drafting | None:
         """Compute the drafts of requests with a carried output. Return None if the plan requests no drafts.
 
-        Raises the error of a failed forward. It does not affect the model's KV, but may lose the head's KV.
+        Raises the error of a failed forward. The failure does not affect the model's KV, but the head may lose its KV.
         """
         wanted = wanted_drafts(plan)
         if not wanted:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 
 class StateSlots:
-    """Slots 1 to ``num_slots``. A slot is free, or holds a request's state, a state checkpoint, or one state as both.
+    """Slots 1 to ``num_slots``. A slot is free, or holds a request's state, a checkpoint, or a state that is both.
 
     Args:
         num_slots: number of slots; 0 for models without recurrent layers.
