@@ -10,7 +10,7 @@ class Cancelled(Exception):
     """The client of the work has disconnected."""
 
 
-# Event that is set when the client of the current work disconnects; None for work that has no client.
+# Event that is set when the client of the current work disconnects. The value is None if the work has no client.
 # ``asyncio.to_thread`` and ``Context.run`` pass the variable to threads.
 caller_disconnected: ContextVar[threading.Event | None] = ContextVar("caller_disconnected", default=None)
 

@@ -106,7 +106,7 @@ class GrammarCompiler:
         self._in_use: weakref.WeakValueDictionary[bytes, CompiledGrammar] = weakref.WeakValueDictionary()
 
     def compile(self, params: StructuredOutputsParams, **place: Any) -> CompiledGrammar:
-        """Return the grammar of a structured output. Compile the grammar unless this compiler still has it.
+        """Return the grammar of a structured output: a grammar that this compiler keeps, or a newly compiled grammar.
 
         If the structured output is only a part of the output, ``place`` has ``tail`` and the other fields of
         :mod:`metal_engine.grammars.source` that describe the part.

@@ -83,8 +83,8 @@ class StepTimes:
         """Record the end of the step. Return its duration in seconds.
 
         Args:
-            drafting_seconds: part of the duration in which the draft model or head computed drafts, in seconds. It is
-                not counted in the measurement.
+            drafting_seconds: part of the duration in which the draft model or head computed drafts, in seconds. The
+                measurement excludes this part.
         """
         num_rows, self._num_rows = self._num_rows, 0
         seconds = self._clock() - self._started

@@ -91,7 +91,7 @@ class Proposals:
 
     @property
     def draft_seconds(self) -> float:
-        """Seconds in which the runner computes one draft for each request; 0 if it computes no drafts."""
+        """Time to compute one draft for each request, in seconds; 0 if the runner computes no drafts."""
         return 0.0 if self._costs is None else self._costs.forward_seconds
 
     def catching_up_seconds(self, request: Request, drafts: list[int]) -> float:
