@@ -120,7 +120,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens whose probability is at least this fraction of the highest probability; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in the prompt or the output are divided by this if positive, else multiplied; 1 is off."""
+    """For tokens in the prompt or the output: divides positive logits, and multiplies negative ones; 1 is off."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the output; -2 to 2."""
     frequency_penalty: float = 0.0

@@ -37,7 +37,7 @@ class KVTransferConfig:
     options: dict[str, Any] = field(default_factory=dict)
     flag: str = _FLAG
     load_timeout: float = setting(
-        10.0, "Time limit in seconds for loading a request's KV. The rest is then computed.", gt=0, lt=inf
+        10.0, "Time limit in seconds for loading a request's KV. A load that takes longer has failed.", gt=0, lt=inf
     )
     handover_timeout: float = setting(
         30.0, "Time limit in seconds for each next block from a producer that is still computing.", gt=0, lt=inf

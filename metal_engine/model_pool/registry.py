@@ -415,4 +415,4 @@ class ModelRegistry:
 
 
 def _unwanted(entry: ModelEntry) -> str:
-    return f"the load of {entry.name} was cancelled, because the model was to be unloaded"
+    return f"the load of {entry.name} was cancelled: the model was to be unloaded, or no request waits for it"
