@@ -82,7 +82,10 @@ def command_buffer_limits(
 
 
 def set_command_buffer_limits(limits: CommandBufferLimits) -> None:
-    """Set the limits that the user has not set. Does nothing after MLX was loaded, which reads them only once."""
+    """Set the environment variables of the limits, except variables that the user has set, and limits that are None.
+
+    Does nothing after MLX was loaded, because MLX reads the variables only once.
+    """
     if "mlx.core" in sys.modules:
         return
     for name, limit in ((MAX_OPS, limits.max_ops), (MAX_MB, limits.max_mb)):
@@ -91,7 +94,10 @@ def set_command_buffer_limits(limits: CommandBufferLimits) -> None:
 
 
 def limits_in_force() -> CommandBufferLimits | None:
-    """Return the limits in the environment; None without any. A limit that is missing or not a number is None."""
+    """Return the limits in the environment variables. A limit whose variable is missing or not a number is None.
+
+    Return None if both limits are None.
+    """
     given = [os.environ.get(name, "") for name in (MAX_OPS, MAX_MB)]
     limits = [int(text) if text.isdecimal() else None for text in given]
     return None if limits == [None, None] else CommandBufferLimits(*limits)

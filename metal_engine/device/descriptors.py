@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 def open_file_limit(wanted: int) -> int:
     """Raise the soft limit of open descriptors to ``wanted``, or to the hard limit if that is lower.
 
-    Return the resulting limit. A higher soft limit is not changed.
+    A higher soft limit is not changed. Return the resulting limit, or ``wanted`` if there is no limit. If the system
+    refuses the change, the result is below ``wanted``.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if not _below(soft, wanted):

@@ -16,9 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 def device_info(blas: BlasInfo | None = None) -> DeviceInfo:
-    """Describe MLX's default device. ``blas`` is the result of ``load_optimized_blas``.
+    """Describe MLX's default device.
 
     Imports MLX, so ``load_optimized_blas`` must have been called before.
+
+    Args:
+        blas: result of ``load_optimized_blas``, named in the description of a CPU; None if unknown.
     """
     import mlx.core as mx
 

@@ -5,8 +5,9 @@ the kernel only if the file does not exist. The temporary folder is that of C++:
 set among TMPDIR, TMP, TEMP and TEMPDIR, or else /tmp. MLX reads the variables each time.
 
 TEMPDIR affects only C++ programs, but not Python, compilers or mktemp, so this module sets TEMPDIR. If the user has
-set one of the variables, its value stays, and MLX's folder below it is made private instead. If ``mlx`` in that folder
-contains other files, it is not changed: then the variable is set to a private folder below the user's folder.
+set one of the variables, its value stays, and the folder ``mlx`` in the user's folder is made private instead. If that
+``mlx`` contains files that MLX has not written, it is not changed. The user's variable is then set to a private folder
+in the user's folder.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def use_private_kernel_folder() -> Path:
     if given is not None:
         return _in_users_folder(given, Path(os.environ[given]))
     problems: list[OSError] = []
-    # Other machines with different code may share the cache. The second folder is local, and may be cleaned up.
+    # Machines of another kind may share the cache, and need other code. The temporary folder is local, but the system
+    # may clean it up.
     for place in (lambda: cache_dir() / "kernels" / _kind_of_machine(), _in_temporary_folder):
         try:
             folder = _fit_for_code(private_folder(place()))
@@ -88,16 +90,16 @@ def _in_users_folder(variable: str, folder: Path) -> Path:
 
 
 def _other_thing(folder: Path) -> Path | None:
-    """Find something in a folder of this user that MLX has not written.
+    """Return the path of a file or folder, in a folder of this user, that MLX has not written.
 
-    None if nothing is found, or the folder is missing.
+    None if there is no such path, the folder is missing or belongs to another user, or the path is not a folder.
     """
     try:
         status = os.lstat(folder)
     except FileNotFoundError:
         return None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        return None  # rejected elsewhere
+        return None  # private_folder rejects it
     return next((path for path, status in _contents(folder) if not _is_of_mlx(path.relative_to(folder), status)), None)
 
 
@@ -125,10 +127,12 @@ def _name_of_ours() -> str:
 
 
 def _fit_for_code(folder: Path) -> Path:
-    """Return the folder, if MLX can write and load libraries in it, and the existing ones belong to this user.
+    """Check that MLX can write and load libraries in a folder, and that only this user can write the existing files.
+
+    Deletes truncated libraries, and protects the folder from cleanup. Return the folder.
 
     Raises:
-        NotPrivateError: other users may have written some of the libraries.
+        NotPrivateError: other users may have written some of the files.
         OSError: MLX cannot use the folder.
     """
     if _NOT_QUOTED & set(str(folder)):
@@ -169,7 +173,7 @@ def _is_library(path: Path, status: os.stat_result) -> bool:
 
 
 def _remove_if_cut_short(path: Path, size: int) -> None:
-    """Remove a library whose compiler was killed while writing. MLX would always fail to load it."""
+    """Delete a library of ``size`` bytes whose compiler was killed while writing. MLX would always fail to load it."""
     with path.open("rb") as file:
         header = file.read(64)
     # Compilers write the section table last. Its place is in e_shoff, e_shentsize and e_shnum of a 64-bit ELF header.
@@ -180,7 +184,7 @@ def _remove_if_cut_short(path: Path, size: int) -> None:
 
 
 def _keep(folder: Path) -> None:
-    """Protect the folder from the cleanup of temporary folders while this process lives: it skips locked folders."""
+    """Lock the folder while this process lives. The cleanup of temporary folders skips locked folders."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -42,7 +42,7 @@ def _num_unfinished(path: Path) -> int:
 
 
 def refusal(limits: CommandBufferLimits) -> str | None:
-    """Return the reason against these limits. Return None if they can be set."""
+    """Return the reason not to set these limits. Return None if they can be set, or if there is no cache directory."""
     with suppress(FileNotFoundError):  # no cache directory
         path = _path(limits)
         if _num_unfinished(path) >= MOST_UNFINISHED:
@@ -53,9 +53,10 @@ def refusal(limits: CommandBufferLimits) -> str | None:
 
 @contextmanager
 def trying_limits() -> Iterator[None]:
-    """Count a start as unfinished while the context runs. The context runs the largest step of a model.
+    """Count this start as unfinished while the context runs. The context runs the largest step of a model.
 
-    If the process ends, or the error is that a command buffer took too long, the start stays counted.
+    If the process ends within the context, or a command buffer takes too long there, the start stays counted. Otherwise
+    the count is reset. Does nothing if the environment sets no limits.
     """
     limits = limits_in_force()
     if limits is None:
@@ -76,5 +77,5 @@ def trying_limits() -> Iterator[None]:
         raise
     finally:
         if path is not None and not took_too_long:
-            with suppress(OSError):  # the file could not be written either
+            with suppress(OSError):  # the file could not be written before, so that nothing is counted
                 path.unlink(missing_ok=True)

@@ -20,6 +20,9 @@ def kernel_text(name: str) -> str:
     """Return the source of a kernel, from the installed package or from the folder beside it in a checkout.
 
     A line ``#include "name"`` is replaced by that file's text, because MLX compiles a single text without a folder.
+
+    Raises:
+        FileNotFoundError: neither folder has the file.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "kernels", package.parent / "kernels"):
@@ -29,7 +32,10 @@ def kernel_text(name: str) -> str:
 
 
 def on_device(table: np.ndarray) -> mx.array:
-    """Upload ``table``, padded with zero rows to at least DEVICE_ELEMENTS elements. No kernel reads the padding."""
+    """Upload ``table``, [rows, columns], padded with zero rows to at least DEVICE_ELEMENTS elements.
+
+    No kernel reads the padding.
+    """
     missing = max(0, DEVICE_ELEMENTS - table.size)
     rows = -(-missing // table.shape[1])
     return mx.array(np.pad(table, ((0, rows), (0, 0))) if rows else table)

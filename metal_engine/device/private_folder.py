@@ -20,6 +20,8 @@ class NotPrivateError(OSError):
 def private_folder(path: Path) -> Path:
     """Create a folder with mode 0700, or check that an existing one belongs to this user alone and set that mode.
 
+    Missing folders above it are also created with mode 0700.
+
     Returns:
         The absolute path of the folder, without links.
 

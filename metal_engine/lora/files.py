@@ -25,7 +25,7 @@ PEFT_WEIGHTS, MLX_LM_WEIGHTS = "adapter_model.safetensors", "adapters.safetensor
 _PEFT_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MLX_LM_NAME = re.compile(r"(.+)\.lora_([ab])")
 _LAYER = re.compile(r"[^.]+\.[0-9]+\.")
-# PEFT options that can change the additions -> harmless values.
+# PEFT options that can change what an adapter computes -> values without an effect. Other values are refused.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "modules_to_save": ([],),
@@ -40,8 +40,8 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "target_parameters": ([],),
 }
 _MAX_RANK = 4096
-# Size limit of a configuration, and of the header of the weights: they are parsed while the engine serves requests. For
-# large models, they have a tenth of this size.
+# Maximum size in bytes of a configuration, and of the header of a file with weights. Both are parsed while the engine
+# serves requests. Adapters of large models have a tenth of this size.
 _MAX_JSON_BYTES = 2 << 20
 
 
@@ -62,7 +62,7 @@ class AdapterFile:
     Attributes:
         path: file with the weights.
         rank: LoRA rank.
-        scale: factor of the additions.
+        scale: factor by which the adapter's products ``x @ a @ b`` are multiplied.
     """
 
     path: Path
@@ -79,10 +79,16 @@ class AdapterFile:
         return sorted(self._products)
 
     def weights(self, module: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the addition to a layer, ``x @ a @ b``: a [inputs, rank] and b [rank, outputs], float32.
+        """Read a layer's weights, a [inputs, rank] and b [rank, outputs], as new float32 arrays.
+
+        The adapter adds ``x @ a @ b`` to the layer's output for the input x: b includes the scale.
+
+        Args:
+            module: one of :attr:`modules`.
 
         Raises:
-            AdapterError: the file has changed since it was opened, or a weight exceeds the range of the model's type.
+            AdapterError: the file cannot be read or was truncated, or a weight is NaN or exceeds the range of the
+                model's type.
         """
         product = self._products[module]
         try:
@@ -102,7 +108,10 @@ class AdapterFile:
         return np.ascontiguousarray(a), np.ascontiguousarray(b)
 
     def _check_range(self, tensor: StoredTensor, array: np.ndarray, scaled: str) -> None:
-        """Refuse weights that are infinite or NaN, or that would be infinite in the model's type."""
+        """Raise AdapterError if a weight is infinite or NaN, or would be infinite in the model's type.
+
+        ``scaled`` is inserted into the message: text that says how the array was scaled.
+        """
         if not max(array.max(), -array.min()) <= self._largest:
             problem = f"has weights that{scaled} are not numbers or exceed the model's type ({self._largest:g})"
             raise AdapterError(f"{self.path}: {tensor.name} {problem}")
@@ -228,7 +237,10 @@ def _mlx_lm_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
 
 
 def _offsets(path: Path) -> dict[str, int]:
-    """Return the offset of each tensor in a safetensors file. :func:`stored_tensors` checks the file itself."""
+    """Return the offset in bytes of each tensor in a safetensors file, unchecked: :func:`stored_tensors` checks them.
+
+    Raises AdapterError if the file cannot be read, or its header is invalid or too large.
+    """
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -245,7 +257,10 @@ def _offsets(path: Path) -> dict[str, int]:
 def _products(
     tensors: Iterable[tuple[StoredTensor, int]], pattern: re.Pattern[str], targets: AdapterTargets, path: Path
 ) -> dict[str, _Product]:
-    """Group the tensors by their layers. Raises AdapterError for unsupported tensors and layers."""
+    """Return the pair of tensors of each layer, by the layer's name in the model.
+
+    Raises AdapterError for unsupported tensors and layers, for a layer without exactly two tensors, and for no tensors.
+    """
     by_tail = _by_tail(targets)
     found: dict[str, dict[str, tuple[StoredTensor, int]]] = {}
     for tensor, offset in tensors:
@@ -281,7 +296,7 @@ def _by_tail(targets: AdapterTargets) -> dict[str, str]:
 
 
 def _target(name: str, targets: AdapterTargets, by_tail: dict[str, str], path: Path) -> str:
-    """Return the model's name of a layer that an adapter adds to."""
+    """Return the model's name of a layer that an adapter adds to. Raises AdapterError if no adapter may do so."""
     if is_vision_tensor(name):  # its layers may have the names of the text model's layers
         raise AdapterError(f"{path} adds to {short(name, 100)}: adapters of image encoders are not supported")
     module = name if name in targets.shapes or name in targets.refused else by_tail.get(_tail(name), name)

@@ -1,8 +1,9 @@
 """LoRA adapters in a packed step: each row gets its own adapter's addition, ``x @ a @ b``, to a layer's output.
 
-The weights of all loaded adapters are in stacks, one pair of stacks per layer, at the adapter's slot. Slot 0 is zero
-and belongs to rows without an adapter. A layer therefore reads its own weights once for all rows, even quantized
-weights, and two gathered products compute the additions of all adapters. A step without adapters skips these products.
+Each layer has two arrays, called stacks, with the weights a and b of all loaded adapters. An adapter's index in every
+stack is its slot. Slot 0 is zero and belongs to rows without an adapter. A layer therefore reads its own weights once
+for all rows, even quantized weights, and two gathered products compute the additions of all adapters. A step without
+adapters skips these products.
 
 On a CPU, the rows of a product are gathered one by one, which costs less than one product per adapter. On a GPU, many
 rows are first sorted by slot, so that MLX multiplies all rows of an adapter together, as mlx-lm does with experts.
@@ -23,10 +24,10 @@ from metal_engine.device.streams import synchronize
 if TYPE_CHECKING:
     from metal_engine.models.current_step import CurrentStep
 
-# Number of rows from which rows are sorted on a GPU, as for experts in mlx-lm.
+# Minimum number of rows of a step that are sorted by slot on a GPU. mlx-lm uses the same minimum for experts.
 MIN_SORTED_ROWS = 64
 
-# Bytes of float32 weights that are written to a slot at once, or the bytes of one row if a row is larger.
+# Maximum bytes of float32 weights that are written to a slot at once. A single row that is larger is written whole.
 PART_BYTES = 1 << 20
 
 Weights = tuple[np.ndarray, np.ndarray]  # a [inputs, rank], b [rank, outputs]; float32
@@ -36,8 +37,8 @@ class AdaptedLayer:
     """Additions of all adapters to one linear layer.
 
     Attributes:
-        a: [1 + max_loras, inputs, max_rank]; adapters of lower rank are padded with zeros.
-        b: [1 + max_loras, max_rank, outputs].
+        a: weights of all slots, [1 + max_loras, inputs, max_rank]; adapters of lower rank are padded with zeros.
+        b: weights of all slots, [1 + max_loras, max_rank, outputs]. They include the adapters' scales.
         slots: slots of the adapters that add to this layer.
     """
 
@@ -52,7 +53,7 @@ class AdaptedLayer:
         return self.a.nbytes + self.b.nbytes
 
     def set_weights(self, slot: int, weights: Weights | None) -> Iterator[int]:
-        """Write an adapter's weights to its slot, part by part. None means that the adapter does not add to this layer.
+        """Write an adapter's weights to its slot, part by part. None clears the slot: the adapter does not add here.
 
         Yields:
             Size in bytes (of float32) of each part, after writing it. The slot is usable after the last part.
@@ -74,7 +75,10 @@ class AdaptedLayer:
 
 
 def _parts(shape: Sequence[int], given: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the weights for a slot of a stack in parts, padded with zeros: (first row, [n, columns] float32)."""
+    """Yield the weights for a slot of a stack of this shape in parts, padded with zeros: (first row, [n, columns]).
+
+    The parts are float32. They are all zero if ``given`` is None.
+    """
     _, num_rows, num_columns = shape
     num = max(PART_BYTES // (4 * num_columns), 1)
     for start in range(0, num_rows, num):
@@ -86,10 +90,10 @@ def _parts(shape: Sequence[int], given: np.ndarray | None) -> Iterator[tuple[int
 
 
 def _updated(stack: mx.array, slot: int, start: int, rows: np.ndarray) -> mx.array:
-    """Return a stack with rows written to a slot, not evaluated yet. Reuses the stack's memory if it has no other user.
+    """Return a stack with rows written to a slot, not evaluated yet. Waits until the device has completed all work.
 
-    A step that has not been dispatched completely references the stack that it was built with. The result is then a
-    copy.
+    The result reuses the stack's memory if nothing else references the stack. A step that has not been dispatched
+    completely references the stack that it was built with. The result is then a copy.
     """
     synchronize()  # dispatched operations reference the arrays that they read
     update = mx.array(rows)[None].astype(stack.dtype)
@@ -101,7 +105,7 @@ class AdapterRows:
 
     Args:
         slots: adapter slots, [N] int32; 0 for a row without an adapter. At least one slot is not 0.
-        is_sorted: True if rows are sorted by slot for products. Rows without an adapter are then left out.
+        is_sorted: True to sort the rows by slot for the products, and to leave out rows without an adapter.
         everywhere: True to compute additions even for layers to which no adapter adds: the most expensive case.
     """
 
@@ -120,7 +124,10 @@ class AdapterRows:
         self._slots = mx.array(slots.astype(np.uint32))
 
     def added(self, layer: AdaptedLayer, x: mx.array, y: mx.array) -> mx.array:
-        """Return a layer's output y with the additions for its input x. Both arrays have the rows of the step."""
+        """Return a layer's output y with the additions for its input x, in y's shape and type.
+
+        Both arrays have the rows of the step. Raises ValueError if x has another number of rows.
+        """
         if self._present.isdisjoint(layer.slots) and not self._everywhere:
             return y
         num_inputs = x.shape[-1]
@@ -145,11 +152,11 @@ class AdapterRows:
 
 
 class AdaptedLayers:
-    """Layers of a model that adapters may add to. Creating it replaces the layers' classes.
+    """Layers of a model that adapters may add to. The constructor replaces the classes of the model's linear layers.
 
     Args:
         modules: linear layers by their names in the model.
-        step: object from which the layers read the rows' adapters.
+        step: the running step, whose ``adapters`` the layers read in each call.
         max_loras: maximum number of loaded adapters.
         max_rank: maximum LoRA rank.
         dtype: type of the model's activations.
@@ -169,7 +176,7 @@ class AdaptedLayers:
         return sum(layer.nbytes for layer in self._layers.values())
 
     def set_weights(self, slot: int, weights: Mapping[str, Weights | None]) -> Iterator[int]:
-        """Write an adapter's weights for some layers to its slot, as :meth:`AdaptedLayer.set_weights`."""
+        """Write an adapter's weights for some layers to its slot. Yields as :meth:`AdaptedLayer.set_weights`."""
         for name, one in weights.items():
             yield from self._layers[name].set_weights(slot, one)
 

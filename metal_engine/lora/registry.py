@@ -21,7 +21,8 @@ Weights = tuple[np.ndarray, np.ndarray]  # A [inputs, rank] and B [rank, outputs
 RunInEngine = Callable[[Callable[[], None]], None]
 """Runs a function in the engine's thread, between two steps, and waits for its end."""
 SetWeights = Callable[[int, Mapping[str, Weights | None]], Iterator[int]]
-# Numbers of layers and of bytes of weights that are read, and copied into slots, at once. Copying takes some 5 ms.
+# Weights are read in pieces that end after this number of layers or of bytes. About _PIECE_BYTES are copied into a slot
+# between two steps, which takes some 5 ms.
 _PIECE_LAYERS, _PIECE_BYTES = 8, 2 << 20
 
 
@@ -49,6 +50,7 @@ class AdapterRegistry:
         self._loading = threading.Lock()
 
     def find(self, name: str | None) -> Adapter | None:
+        """Return the loaded adapter of this name. None if there is no such adapter, or the name is None."""
         return self._adapters.get(name) if name is not None else None
 
     @property
@@ -69,15 +71,18 @@ class AdapterRegistry:
         """Read an adapter and copy it into a free slot. Blocks until it is loaded. One adapter is loaded at a time.
 
         Args:
+            name: name under which the adapter is served.
             path: path of the adapter's folder, relative to ``within`` if given.
-            within: folder that must contain the adapter's files, after symbolic links are resolved.
+            run: runs the copying in the engine's thread. Its errors are passed on.
+            within: folder that must contain the adapter's files, after links are resolved; None for any folder.
             in_place: True if the adapter may replace a loaded adapter of the same name. Requests that use the old
-                adapter continue with it. If no slot is free, the new adapter takes the old adapter's slot. This is
-                only possible if no request uses the old adapter. Until the load has finished, no adapter has the name.
+                adapter continue with it. If no slot is free and no request uses the old adapter, the old adapter is
+                unloaded first, and the new one takes its slot. If copying then fails, no adapter has the name.
+            base_model_name: declared base model of the adapter; None: the served model.
 
         Raises:
-            AdapterError: the files are unreadable or do not fit the model, the name is taken or invalid, or
-                all slots are in use.
+            AdapterError: the files are unreadable or do not fit the model, the rank exceeds ``max_rank``, the name is
+                taken or invalid, or all slots are in use.
         """
         if problem := problem_of_name(name):
             raise AdapterError(f"the name {problem}", "lora_name")
@@ -112,9 +117,10 @@ class AdapterRegistry:
         return adapter
 
     def _slot_for(self, name: str, file: AdapterFile) -> int:
-        """Take a free slot, or unload the adapter of this name and take its slot.
+        """Take a free slot, or else unload the adapter of this name and take its slot.
 
-        Raises AdapterError if there is no slot.
+        Raises AdapterError if no slot is free and the adapter of this name is in use or missing, or if the new weights
+        are invalid, which is checked before an adapter is unloaded.
         """
         if not self._free_slots and name in self._adapters:
             for _ in self._pieces(file):

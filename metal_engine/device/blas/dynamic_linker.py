@@ -32,7 +32,10 @@ _RTLD_DI_LINKMAP = 2
 
 
 def symbol_address(library: ctypes.CDLL, symbol: str) -> int | None:
-    """Return the address of ``symbol`` as seen from ``library``. ``ctypes.CDLL(None)`` is the global scope."""
+    """Return the address of ``symbol`` as seen from ``library``; None if the symbol is missing.
+
+    ``ctypes.CDLL(None)`` is the global scope.
+    """
     try:
         function = getattr(library, symbol)
     except AttributeError:
@@ -56,6 +59,9 @@ def loaded_libraries() -> list[str]:
     ``dl_iterate_phdr`` could deadlock: it locks the linker, and its callback waits for the GIL. Another thread that
     imports an extension module holds the GIL and waits for the linker. This list is read without the linker's lock, so
     no library may be unloaded meanwhile.
+
+    Raises:
+        OSError: the dynamic linker does not provide the list.
     """
     program = ctypes.CDLL(None)
     program.dlinfo.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)

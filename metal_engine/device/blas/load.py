@@ -136,7 +136,11 @@ def _mlx_library() -> str | None:
 
 
 def _describe(problem: str) -> BlasInfo:
-    """Describe the library in use, which may differ from the one just loaded."""
+    """Describe the library in use, which may differ from the one just loaded.
+
+    ``problem`` is the reason why no optimized BLAS was loaded, or empty. It is dropped if the library in use is
+    optimized.
+    """
     path = blas_in_use()
     if path is None:
         return BlasInfo(name=_MLX_BLAS, optimized=False, problem=problem or f"nothing provides {_PROBE}")
@@ -164,7 +168,7 @@ def _describe(problem: str) -> BlasInfo:
 
 
 def _load_any() -> None:
-    """Load the OpenBLAS of the installed package, or else the system's."""
+    """Load the OpenBLAS of the installed package, or else the system's. Raises BlasError if neither can be loaded."""
     try:
         _load_packaged()
     except (BlasError, OSError) as packaged:

