@@ -1,7 +1,7 @@
 """mlx-lm's own caches, held for each request, for models whose caches a packed step does not support.
 
 A step never changes a cache that an earlier step has stored: it computes on a copy. The copy shares the arrays' memory,
-so it costs nothing. A snapshot is therefore a copy of the table of caches.
+so it costs nothing. A snapshot is therefore a copy of the dictionary from slots to caches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from metal_engine.kv_cache.state import StateSnapshot
 
 
 def array_places(value: Any, seen: set[int] | None = None) -> Iterator[tuple[Any, Any]]:
-    """Yield the places of all arrays within caches: a list or a dictionary, and the index or key in it."""
+    """Yield the place of each array within caches: the list or dictionary that holds the array, and its index or key.
+
+    Searches lists, tuples, dictionaries and attributes recursively, each object once. ``seen`` has the ids of the
+    objects already searched.
+    """
     seen = set() if seen is None else seen
     if id(value) in seen:
         return
@@ -39,7 +43,7 @@ def num_bytes(caches: Any) -> int:
 
 
 class OwnCachesState(RecurrentState):
-    """Caches of all layers, in slots of requests. The scheduler treats them like a recurrent state.
+    """mlx-lm's caches of all layers, for each state slot. The scheduler treats them like a recurrent state.
 
     Attributes:
         arrays: a placeholder, which exists while the pool is allocated.
@@ -64,6 +68,7 @@ class OwnCachesState(RecurrentState):
         self.arrays, self._caches = dict(snapshot.arrays), dict(snapshot.pending["caches"])
 
     def pending(self) -> list[mx.array]:
+        """Return all arrays of all stored caches."""
         return [holder[key] for holder, key in array_places(list(self._caches.values()))]
 
     def pending_states(self) -> PendingByArray:
@@ -75,16 +80,22 @@ class OwnCachesState(RecurrentState):
         self.keep(self._caches.keys() - slots)
 
     def keep(self, slots: Set[int]) -> None:
-        """Drop the caches of all other slots, and so their memory."""
+        """Drop the caches of all slots except ``slots``, which frees their memory."""
         if self._caches.keys() - slots:
             self._caches = {slot: caches for slot, caches in self._caches.items() if slot in slots}
 
     def copy_of(self, slot: int) -> list[Any]:
-        """Return a copy of the caches of a slot, for a step that extends them."""
+        """Return a copy of the caches in a slot, one per layer, for a step that extends them.
+
+        Raises KeyError if the slot has no caches.
+        """
         return deepcopy(self._caches[slot])
 
     def store(self, slot: int, caches: list[Any]) -> None:
-        """Store the caches of a request after a step. Takes over the objects."""
+        """Store the caches of a request after a step, one per layer, in a slot.
+
+        Takes over the objects, and replaces their arrays by contiguous ones that are not evaluated yet.
+        """
         for holder, key in array_places(caches):
             # A slice would keep its whole base array in memory, such as a window with all tokens of a chunk.
             holder[key] = mx.contiguous(holder[key])

@@ -33,7 +33,7 @@ PoolSnapshot = list[StateSnapshot]
 
 
 def make_state(spec: StateSpec) -> LayerState:
-    """Create the state that a spec describes, with nothing allocated."""
+    """Create the state that a spec describes, with nothing allocated. Raises TypeError for an unknown kind of spec."""
     match spec:
         case KVSpec():
             return KVState(spec)
@@ -63,7 +63,7 @@ class StatePool:
         states: one state for each cache of the model, in the model's order.
 
     Attributes:
-        is_recurrent: True if a layer carries a state from token to token.
+        is_recurrent: True if a layer carries a state from token to token, or requests have mlx-lm's own caches.
         has_index: True if a layer attends only to the keys that an index selects.
         own_caches: mlx-lm's own caches of requests; None if the states of packed steps replace them.
     """
@@ -141,7 +141,7 @@ class StatePool:
         self.evaluate()
 
     def reallocate(self) -> None:
-        """Allocate all arrays again, unless they are allocated."""
+        """Allocate all arrays with the sizes of the last :meth:`allocate`, unless they are allocated."""
         if not self.is_allocated:
             self.allocate(*self._size)
 
@@ -178,7 +178,7 @@ class StatePool:
             recurrent.attach_arrays(name, slots, values)
 
     def evaluate(self) -> None:
-        """Wait until all writes have been executed."""
+        """Execute all writes that have been built, and wait for them. Raises MLX's error if one fails."""
         mx.eval(list(self._arrays()))
 
     def writes_done_marker(self) -> mx.array:
@@ -190,7 +190,7 @@ class StatePool:
         return marker_after(self._arrays())
 
     def begin_step(self) -> None:
-        """Prepare for a step. Called before the step is built."""
+        """Reset :attr:`has_moved_states`. Call it before each step is built."""
         for state in self._recurrent:
             state.has_moved = False
 
@@ -233,17 +233,17 @@ class StatePool:
         return [state.read(name, slots) for state, name in self._of_requests]
 
     def put_states(self, slots: Slots, states: list[mx.array]) -> None:
-        """Store states from :meth:`read_states` in some slots. No states may be pending."""
+        """Store states from :meth:`read_states` in some slots, as pending states. No other states may be pending."""
         for (state, name), values in zip(self._of_requests, states, strict=True):
             state.attach_arrays(name, slots, values)
 
     def forget_states(self, slots: set[int]) -> None:
-        """Discard pending recurrent states of slots that are about to be loaded."""
+        """Discard the pending recurrent states of slots, whose states are about to be loaded from elsewhere."""
         for state in self._recurrent:
             state.forget(slots)
 
     def snapshot(self) -> PoolSnapshot:
-        """Return all current arrays. While the snapshot exists, evaluating a step copies them."""
+        """Return the current arrays of each layer. While the snapshot exists, evaluating a step copies the arrays."""
         return [state.snapshot() for state in self.states]
 
     def restore(self, snapshot: PoolSnapshot) -> None:
@@ -252,7 +252,11 @@ class StatePool:
             state.restore(arrays)
 
     def recover_state(self, state: LayerState) -> bool:
-        """Make one layer's arrays usable after failed work on that layer alone. Return False if its rows are lost."""
+        """Make one layer's arrays usable after failed work on that layer alone.
+
+        Return False if the arrays cannot be evaluated. They are then replaced by empty ones, and the layer's rows of
+        all requests are lost.
+        """
         try:
             mx.eval(state.writes_done_marker())
         except Exception:
@@ -262,7 +266,7 @@ class StatePool:
         return True
 
     def recover(self, error: Exception) -> None:
-        """Make the arrays usable for the next step, after a step that failed.
+        """Make the arrays usable for the next step, after a step that failed with ``error``.
 
         Layers before the failure have pending writes for tokens that will not be read. These writes are executed. If
         that fails too, the old arrays are lost, because writes are in place. The pool is then reallocated and empty.
@@ -277,7 +281,7 @@ class StatePool:
             self.renew(error)
 
     def renew(self, error: Exception) -> NoReturn:
-        """Replace all arrays by empty ones because of an error.
+        """Replace all arrays by empty ones because of an error. If that fails, the pool may stay unallocated.
 
         Raises:
             KVCacheLostError: always.

@@ -1,8 +1,9 @@
 """Recurrent state of one layer: for each request a few arrays of fixed size, rewritten in every step.
 
 The pool has a row for each slot. A step does not write its new states to the pool at once. They stay *pending*: one
-compact array for each group of segments. If the next step has the same requests in the same order, as in decoding, it
-uses the pending arrays directly. Otherwise it gathers the states row by row.
+compact array for each group of segments (:class:`metal_engine.kv_cache.segments.SegmentGroup`). If the next step has
+the same requests in the same order, as in decoding, it uses the pending arrays directly. Otherwise it gathers the
+states row by row.
 
 Before a step reads from the pool, the pending states that the step does not replace are written to it. Within one
 evaluation, no write follows a read of the same pool array: MLX would then copy the whole array.
@@ -25,13 +26,13 @@ from metal_engine.kv_cache.state import StateSnapshot
 
 @dataclass(frozen=True)
 class PendingStates:
-    """States that the last step computed: ``values`` [b, ...] for the requests in ``slots``, [b]."""
+    """States that the last step computed for one group: ``values``, [b, ...], which belong in ``slots``, [b]."""
 
     slots: Slots
     values: mx.array
 
     def only(self, wanted: list[int]) -> PendingStates:
-        """Return the states at the given indices of the group, in order."""
+        """Return the states at some indices of ``slots``, given in ascending order without repetition."""
         if len(wanted) == len(self.slots):
             return self
         return PendingStates(tuple(self.slots[i] for i in wanted), self.values[mx.array(wanted)])
@@ -64,8 +65,9 @@ class StateTransferPlan:
 
     Attributes:
         written: rows of pending arrays that are written to the pool.
-        slots: [k] destination slots of these rows.
-        taken: for each group, the rows that hold its initial states; None if the group starts from a zero state.
+        slots: [k] int32, destination slots of these rows; None if no rows are written.
+        taken: for each group, the selections that together hold its initial states, in order; None if the group starts
+            from a zero state.
     """
 
     written: list[Rows]
@@ -79,12 +81,12 @@ class StateTransferPlan:
         return self.slots is not None or not all(whole)
 
 
-# All arrays of all layers with the same kind of state have the same arguments in a step.
+# Cached, because all arrays of all recurrent layers have the same arguments in a step.
 @lru_cache(maxsize=8)
 def plan_transfers(
     pending: tuple[Slots, ...], reads: tuple[Slots | None, ...], writes: tuple[Slots, ...]
 ) -> StateTransferPlan:
-    """Plan the copies of states for a step.
+    """Plan the copies of one array's states for a step.
 
     Any slot may be ``PADDING_SLOT``, for padding rows.
 
@@ -167,7 +169,7 @@ class RecurrentState:
     def detach_arrays(self, name: str, reads: Slots, writes: Slots) -> mx.array:
         """Return the initial states of a decode step, [b, ...]. :meth:`attach_arrays` stores the states after the step.
 
-        Takes the arguments of :meth:`take` for one group.
+        The arguments and side effects are those of :meth:`take` for a single group.
         """
         (states,) = self.take(name, [reads], [writes])
         assert states is not None
@@ -185,7 +187,7 @@ class RecurrentState:
         self._pending = pending
 
     def attach_arrays(self, name: str, slots: Slots, values: mx.array) -> None:
-        """Store states, [b, ...], for some slots. They have the shape that :meth:`detach_arrays` returns."""
+        """Store states, [b, ...], for some slots as the only pending states. Earlier pending states are dropped."""
         self._pending[name] = [PendingStates(slots, values)]
 
     def pending(self) -> list[mx.array]:
@@ -193,12 +195,18 @@ class RecurrentState:
         return [p.values for pending in self._pending.values() for p in pending]
 
     def take(self, name: str, reads: list[Slots | None], writes: list[Slots]) -> list[mx.array | None]:
-        """Return the initial states of the step's groups, each [b, ...]. Called once per step and array.
+        """Return the initial states of the step's groups, each [b, ...]. Call it once per step and array.
+
+        Pending states that the step does not replace are written to the pool. The array has no pending states
+        afterwards.
 
         Args:
             name: name of the array.
             reads: slots of the initial states of each group; None if the group starts from a zero state.
             writes: slots in which :meth:`put` will store the new states of each group.
+
+        Returns:
+            For each group, the states; None if the group starts from a zero state.
         """
         pending, self._pending[name] = self._pending.get(name, []), []
         plan = plan_transfers(tuple(p.slots for p in pending), tuple(reads), tuple(writes))
@@ -212,7 +220,7 @@ class RecurrentState:
         return [None if runs is None else _joined([rows.of(values, pool) for rows in runs]) for runs in plan.taken]
 
     def forget(self, slots: set[int]) -> None:
-        """Discard the pending states of some slots, which will be filled from elsewhere."""
+        """Discard the pending states of some slots, whose states will be loaded from elsewhere."""
         for name, pending in self._pending.items():
             kept = [(p, [i for i, slot in enumerate(p.slots) if slot not in slots]) for p in pending]
             self._pending[name] = [p.only(wanted) for p, wanted in kept if wanted]
@@ -224,7 +232,7 @@ class RecurrentState:
         return mx.concatenate([pending[slot] if slot in pending else pool[slot : slot + 1] for slot in slots])
 
     def put(self, name: str, slots: Slots, values: mx.array) -> None:
-        """Keep a group's new states, [b, ...], for the next step."""
+        """Store a group's new states, [b, ...], as pending states. Smaller states are padded with zeros at the end."""
         spec = self.spec.request_arrays[name]
         if values.shape[1:] != spec.shape:  # a state that grows to its full size: pad with zeros
             missing = [(want - have, 0) for want, have in zip(spec.shape, values.shape[1:], strict=True)]
@@ -234,7 +242,7 @@ class RecurrentState:
 
 
 def _by_slot(pending: list[PendingStates]) -> dict[int, mx.array]:
-    """Return, by slot, the states [1, ...] that have not been written to the pool."""
+    """Return the pending states by slot, each [1, ...]."""
     return {slot: p.values[i : i + 1] for p in pending for i, slot in enumerate(p.slots)}
 
 

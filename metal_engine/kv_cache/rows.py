@@ -1,15 +1,16 @@
-"""Packed rows of one step: the request of each row, the slot of its state, and the rows that sample.
+"""Packed rows of one step: the request of each row, the slot of its keys and values, and the rows that sample.
 
-A step packs B requests into N rows. Request i owns the rows ``cu_seqlens_q[i]:cu_seqlens_q[i+1]``, its *segment*::
+A step packs B requests into N rows, one row per token. Request i owns the rows
+``cu_seqlens_q[i]:cu_seqlens_q[i+1]``, its *segment*::
 
     rows       |-- request 0: fresh prefill --|-- 1: chunk --|2|3|     2, 3: decodes (query_len 1)
     cu_seqlens_q 0                             q0             ^ ^ N
 
     request i  |------ context_len ------|-- query_len --|
-    state      |------------- seq_lens[i] ---------------|
+    stored     |------------- seq_lens[i] ---------------|
                position p of a request is in slot block_table[i, p // block_size] * block_size + p % block_size
 
-A request samples at the last ``num_samples[i]`` rows of its segment. A chunk that ends within the prompt has no such
+A request samples at the last ``num_samples[i]`` rows of its segment. A chunk that ends within the prompt samples at no
 row. Usually the row of the last known token samples; speculation samples at several rows.
 """
 
@@ -29,7 +30,14 @@ from metal_engine.prompt_images import BidirectionalLayers
 def slots_of(
     block_table: np.ndarray, requests: np.ndarray | int, positions: np.ndarray | int, block_size: int
 ) -> np.ndarray:
-    """Return the slots of positions of requests. The index arrays broadcast. All conversions to slots happen here."""
+    """Return the slots of positions of requests. Every conversion of a position to a slot calls this function.
+
+    Args:
+        block_table: [B, max_blocks] int32, block ids of each request.
+        requests: rows of ``block_table``. ``requests`` and ``positions`` broadcast.
+        positions: positions of tokens in their requests.
+        block_size: tokens of a block.
+    """
     return block_table[requests, positions // block_size] * block_size + positions % block_size
 
 
@@ -44,7 +52,8 @@ class ImageSpans:
     """Rows of a step that belong to images whose tokens attend to each other.
 
     Attributes:
-        rows: [S, 2] int32, first row and end of each image, rising. A span has all rows of its image.
+        rows: [S, 2] int32, first row of each image and the row after its last one, in ascending order. A span has all
+            rows of its image.
         bidirectional_layers: layers in which a row of a span attends to later rows of the span.
     """
 
@@ -54,29 +63,29 @@ class ImageSpans:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows of one step, created by :func:`step_rows`. NumPy arrays are on the host, and int32."""
+    """Rows of one step, created by :func:`step_rows`. All arrays are NumPy arrays of int32."""
 
     cu_seqlens_q: np.ndarray  # [B+1] exclusive prefix sum of query lengths
-    seq_lens: np.ndarray  # [B] tokens of each request that have state after this step
+    seq_lens: np.ndarray  # [B] number of tokens of each request whose keys and values are stored after this step
     block_table: np.ndarray  # [B, max_blocks] logical -> physical block; entries past seq_len are padding
     block_size: int
     request_of_row: np.ndarray  # [N] index of the request that a row belongs to
     positions: np.ndarray  # [N] absolute position of each row in its request
-    slot_mapping: np.ndarray  # [N] slot that each row's state is written to
+    slot_mapping: np.ndarray  # [N] slot to which each row's keys and values are written
     logits_indices: np.ndarray  # [R] rows that sample, in packing order
-    sample_requests: np.ndarray  # [R] index of the request that samples at each such row; may repeat
+    sample_requests: np.ndarray  # [R] index of the request of each row in logits_indices; may repeat
     state_reads: np.ndarray  # [B] slot of the request's initial recurrent state; 0: a new request
     state_writes: np.ndarray  # [B] slot of the request's new recurrent state; 0 if no layer is recurrent
-    make_writes: MakeWrites
-    # Positions for rotary embeddings, [N], or [3, N] for each axis if they differ. None if they equal `positions`.
+    make_writes: MakeWrites  # creates `writes`
+    # Positions for rotary embeddings: [N], or [3, N] if the three axes differ. None if they equal `positions`.
     rotary_positions: np.ndarray | None = None
     image_spans: ImageSpans | None = None  # None if no row attends to a later row
 
     def spans_of_layer(self, window: int | None) -> np.ndarray | None:
-        """Return the spans of rows that attend to each other in a layer, [S, 2]; None if there are none.
+        """Return the spans of rows that attend to each other in a layer, [S, 2] int32; None if there are no spans.
 
         Args:
-            window: sliding window of the layer, or None.
+            window: sliding window of the layer in tokens, or None.
         """
         spans = self.image_spans
         if spans is None or (window is None and spans.bidirectional_layers == "layers with windows"):
@@ -85,7 +94,7 @@ class StepRows:
 
     @property
     def has_axes(self) -> bool:
-        """True if the rotary positions of some row differ between the axes."""
+        """True if rotary positions are given for each axis, [3, N]."""
         return self.rotary_positions is not None and self.rotary_positions.ndim == 2
 
     @property
@@ -115,7 +124,10 @@ class StepRows:
         return self.make_writes(self.slot_mapping, self.block_size)
 
     def sampling_rows(self) -> StepRows:
-        """Return the rows that sample, laid out as a step of their own. The rows before them count as context."""
+        """Return the rows that sample, laid out as a step of their own. The rows before them count as context.
+
+        Requests that do not sample are left out, and so are image spans.
+        """
         counts = np.bincount(self.sample_requests, minlength=self.num_requests).astype(np.int32)
         keep = np.flatnonzero(counts)
         counts = counts[keep]
@@ -131,7 +143,13 @@ class StepRows:
         )
 
     def of_requests(self, requests: np.ndarray) -> StepRows:
-        """Return the rows of some requests, given by their indices in order, laid out as a step."""
+        """Return the rows of some requests, laid out as a step that samples at the last row of each request.
+
+        Rotary positions and image spans are left out.
+
+        Args:
+            requests: indices of the requests in this step, in the order of the new step.
+        """
         return step_rows(
             self.block_table[requests],
             self.context_lens[requests],
@@ -149,6 +167,10 @@ class StepRows:
         """Raise ValueError if the arrays are inconsistent or exceed a pool of ``num_blocks`` blocks.
 
         An invalid step must not reach a kernel. Costs a few NumPy passes over N and over the block table.
+
+        Args:
+            num_blocks: number of blocks of the pool.
+            num_state_slots: number of slots for recurrent states; 0 to skip the checks of these slots.
         """
         for name in _ARRAYS:
             array = getattr(self, name)
@@ -259,7 +281,7 @@ class StepRows:
 
 @dataclass(frozen=True)
 class TracedRows:
-    """Rows of a step inside a trace: replaces :class:`StepRows` while a model is traced.
+    """Rows of a step inside a trace. Replaces :class:`StepRows` while the graph of a model is traced for replay.
 
     Attributes:
         writes: object that writes rows to their slots on the device.
@@ -284,7 +306,7 @@ def step_rows(
     make_writes: MakeWrites = SlotWrites,
     rotary_positions: np.ndarray | None = None,
 ) -> StepRows:
-    """Lay out a step: the rows of its requests in packing order.
+    """Lay out a step: the rows of its requests in packing order. The result has no image spans.
 
     Example: query lengths 4, 1 and 3, where the last two requests sample once::
 

@@ -1,7 +1,8 @@
-"""Groups a step's rows into segments for recurrent layers. Each segment has an initial state and writes a new state.
+"""Groups a step's segments into batches for recurrent layers.
 
-A layer that carries a state from token to token cannot process packed rows directly. It receives *groups* of segments.
-Each group is a regular batch:
+A segment consists of the rows of one request in a step (``rows.py``). A recurrent layer computes the new state of each
+segment from an initial state. It cannot process packed rows directly, so it receives *groups* of segments. Each of
+these groups is a regular batch:
 
 - all segments of one row with an initial state,
 - all segments of one row that start a request,
@@ -32,7 +33,7 @@ class SegmentGroup:
     """Segments that a layer processes as one batch [b, s, ...].
 
     Attributes:
-        rows: b * s packed rows.
+        rows: indices of the group's b * s packed rows.
         length: s, the number of rows of each segment.
         reads: [b] slots of the initial states. Either all or none of them are ``ZERO_STATE_SLOT``.
         writes: [b] slots for the new states.
@@ -49,13 +50,14 @@ class SegmentGroup:
         return self.reads[0] == ZERO_STATE_SLOT
 
     def take(self, x: mx.array, axis: int = 1) -> mx.array:
-        """Return the group's rows of packed rows as a batch.
+        """Select the group's rows from an array of packed rows, as a batch.
 
         Args:
-            x: packed rows, [N, ..., 1, ...]. The dimension of size 1 is ``axis``.
+            x: packed rows, [N, ..., 1, ...].
+            axis: axis of ``x`` with size 1.
 
         Returns:
-            Rows [b, ..., s, ...]. The dimension of size s is ``axis``.
+            Rows [b, ..., s, ...], with size s at ``axis``.
         """
         x = x[self.rows]
         return x if self.length == 1 else x.swapaxes(0, axis)
@@ -63,12 +65,15 @@ class SegmentGroup:
 
 @dataclass(frozen=True)
 class ConvolutionPlan:
-    """Indices for a causal convolution over all segments at once, each after the inputs kept from earlier steps.
+    """Indices for a causal convolution over all segments at once.
+
+    All segments form one sequence. Each segment follows the ``keep`` inputs that are stored in its initial state.
 
     Attributes:
-        source: [N + B * keep] int32, indices into the states [B * keep, C] followed by the packed rows [N, C].
-        outputs: [N] int32, index of each packed row's output.
-        last: [B, keep] int32, indices of the inputs that each segment keeps for the next step.
+        source: [N + B * keep] int32, the sequence as indices into an array with the states, [B * keep, C], followed by
+            the packed rows, [N, C].
+        outputs: [N] int32, index of each packed row's output in the convolution's result.
+        last: [B, keep] int32, indices in the sequence of the inputs that each segment keeps for the next step.
     """
 
     source: mx.array
@@ -121,7 +126,7 @@ class Segments:
 
     @classmethod
     def alike(cls, num_segments: int, length: int) -> Segments:
-        """Create segments of equal length, for a trace: the initial states are in the order of the segments."""
+        """Create segments of equal length, for a trace. Segment i reads and writes slot i + 1, so none is fresh."""
         slots = np.arange(1, num_segments + 1, dtype=np.int32)
         return cls(np.arange(num_segments + 1, dtype=np.int32) * np.int32(length), slots, slots)
 
@@ -132,21 +137,24 @@ class Segments:
 
     @cached_property
     def tables(self) -> tuple[mx.array, mx.array]:
-        """Arrays for kernels: ``cu_seqlens`` [B+1], and [B] the index of each segment's initial state, or -1."""
+        """Arrays for kernels, int32: ``cu_seqlens``, [B+1], and the index of each segment's initial state, [B].
+
+        The index of a segment's state is the index of the segment. It is -1 if the segment starts a request.
+        """
         reads = [-1 if slot == ZERO_STATE_SLOT else index for index, slot in enumerate(self.reads)]
         return mx.array(self.cu_seqlens), mx.array(reads)
 
     def join(self, parts: Sequence[mx.array], axis: int = 1) -> mx.array:
-        """Join the groups' arrays [b, ..., s at ``axis``, ...] to packed rows [N, ..., 1 at ``axis``, ...]."""
+        """Join one array per group, [b, ..., s, ...] with size s at ``axis``, to packed rows, [N, ..., 1, ...]."""
         rows = [p if g.length == 1 else p.swapaxes(0, axis) for p, g in zip(parts, self.groups, strict=True)]
         packed = rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=0)
         return packed if self._order is None else packed[self._order]
 
     def convolution_plan(self, keep: int) -> ConvolutionPlan:
-        """Return the indices for a convolution.
+        """Return the indices for a convolution. The result is cached by ``keep``.
 
         Args:
-            keep: inputs that a segment keeps: the size of the convolution's kernel minus one.
+            keep: number of inputs that a segment keeps: the size of the convolution's kernel minus one.
         """
         if keep not in self._plans:
             num_kept = len(self.reads) * keep

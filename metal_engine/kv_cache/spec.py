@@ -205,7 +205,7 @@ def kv_cache_spec(spec: StateSpec, kv_cache_dtype: str) -> StateSpec:
     """Return the spec of a layer's state under ``--kv-cache-dtype``. Only KV and latents are quantized.
 
     Raises:
-        ConfigError: no group size divides the sizes of the heads.
+        ConfigError: no supported group size divides the head sizes of keys and values.
     """
     bits = _BITS.get(kv_cache_dtype)
     if bits is None or not isinstance(spec, KVSpec | LatentSpec):
@@ -225,7 +225,8 @@ class OwnCachesSpec(StateSpec):
     """mlx-lm's own caches of all layers, held for each request. The pool allocates no arrays for these caches.
 
     Attributes:
-        token_bytes: bytes by which a request's caches grow with each token, with a copy of the cache that is replaced.
+        token_bytes: bytes by which a request's caches grow with each token. The growth of the largest layer counts
+            twice, because a step that extends a cache by copying holds the old and the new cache for a moment.
         request_bytes: bytes of a request's caches that do not depend on its length.
     """
 

@@ -24,7 +24,7 @@ class StateSnapshot:
 
     Attributes:
         arrays: arrays by name.
-        pending: additional data of the kind of state, such as pending recurrent states.
+        pending: additional data, which depends on the kind of state, such as pending recurrent states.
     """
 
     arrays: dict[str, mx.array]
@@ -126,7 +126,7 @@ class TokenState:
 class KVState(TokenState):
     """Keys and values of one layer: ``keys`` [num_slots, num_kv_heads, head_dim], ``values`` with ``v_head_dim``.
 
-    Attention backends that compute in float32 read them through the methods below.
+    Attention backends that compute in float32 read keys and values with :meth:`read_heads` and :meth:`read_tokens`.
     """
 
     spec: AttentionSpec

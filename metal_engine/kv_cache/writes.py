@@ -13,7 +13,8 @@ import numpy as np
 
 from metal_engine.device.info import computes_on_cpu
 
-# Minimum length of a run that is written as a slice. On a CPU, one slice costs as much as ten rows written by slot.
+# Minimum length of a run of consecutive slots that is written as a slice. On a CPU, one slice costs as much as ten rows
+# written by slot.
 MIN_RUN = 16
 
 
@@ -40,7 +41,7 @@ MakeWrites = Callable[[np.ndarray, int], Writes]
 
 
 class SlotWrites:
-    """Writes rows as one scatter: the rows with the given indices, or all rows."""
+    """Writes rows as one scatter: the rows with the indices ``rows``, or all rows if ``rows`` is None."""
 
     def __init__(self, slots: np.ndarray, block_size: int, rows: np.ndarray | None = None) -> None:
         self._slots = mx.array(slots if rows is None else slots[rows])  # [M]
@@ -97,7 +98,7 @@ class RunWrites:
 
 
 def _others(slots: np.ndarray, written: np.ndarray) -> np.ndarray | None:
-    """Return the rows that remain to be written one by one, [M] int32; None if all rows remain."""
+    """Return the indices of the rows that are not in ``written``, [M] int32; None if ``written`` is empty."""
     if len(written) == 0:
         return None
     is_other = np.ones(len(slots), bool)
@@ -124,7 +125,7 @@ def consecutive_runs(numbers: np.ndarray, min_length: int = 1) -> np.ndarray:
 
 
 def whole_block_rows(slots: np.ndarray, block_size: int) -> np.ndarray:
-    """Return the packed rows that fill whole blocks, [W, block_size] int32, with one row of the result per block."""
+    """Return the indices of the packed rows that fill whole blocks, [W, block_size] int32: one row of W per block."""
     runs = consecutive_runs(slots)
     left_in_run = np.repeat(runs[:, 0] + runs[:, 1], runs[:, 1]) - np.arange(len(slots))
     starts = np.flatnonzero((slots % block_size == 0) & (left_in_run >= block_size))
