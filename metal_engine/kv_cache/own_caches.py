@@ -68,7 +68,7 @@ class OwnCachesState(RecurrentState):
         self.arrays, self._caches = dict(snapshot.arrays), dict(snapshot.pending["caches"])
 
     def pending(self) -> list[mx.array]:
-        """Return all arrays of all stored caches."""
+        # All arrays of all stored caches: a step computes on copies, so any of them may be unevaluated.
         return [holder[key] for holder, key in array_places(list(self._caches.values()))]
 
     def pending_states(self) -> PendingByArray:

@@ -30,7 +30,7 @@ from metal_engine.prompt_images import BidirectionalLayers
 def slots_of(
     block_table: np.ndarray, requests: np.ndarray | int, positions: np.ndarray | int, block_size: int
 ) -> np.ndarray:
-    """Return the slots of positions of requests. Every conversion of a position to a slot calls this function.
+    """Return the slots of positions of requests. All conversions of positions to slots on the host call this function.
 
     Args:
         block_table: [B, max_blocks] int32, block ids of each request.

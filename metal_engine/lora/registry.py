@@ -50,7 +50,6 @@ class AdapterRegistry:
         self._loading = threading.Lock()
 
     def find(self, name: str | None) -> Adapter | None:
-        """Return the loaded adapter of this name. None if there is no such adapter, or the name is None."""
         return self._adapters.get(name) if name is not None else None
 
     @property

@@ -43,8 +43,8 @@ class _RecordingAttention:
 def attention_kinds(paged: PagedModel) -> list[AttentionKind]:
     """Return the kind of each attention call of a model, in the order of its forward pass.
 
-    Layers that share K and V have their own calls. A step of one token is built, and not computed. Leaves ``paged``
-    without a cache.
+    Layers that share K and V have their own calls. A step of one token is built, and not computed. The pool of
+    ``paged`` is not allocated afterwards.
 
     Raises:
         UnsupportedModelError: the forward pass does not run over a paged cache.
@@ -59,6 +59,6 @@ def attention_kinds(paged: PagedModel) -> list[AttentionKind]:
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise forward_error(error) from error
     finally:
-        for state in paged.pool.states:  # without the pauses of pool.release: these arrays are small
+        for state in paged.pool.states:
             state.release()
     return recording.kinds

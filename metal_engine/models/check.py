@@ -63,7 +63,8 @@ def check_paged_model(
     little cost. The chunks have unequal lengths and the requests' blocks interleave, so that positions, slots, block
     tables and the causal edge all matter. If layers attend within chunks of the context, both sides run with short
     chunks (:mod:`metal_engine.models.check_chunks`). If layers have an index, both sides select few keys, and each
-    layer's selection is compared (:mod:`metal_engine.models.check_selection`). Leaves ``paged`` without a cache.
+    layer's selection is compared (:mod:`metal_engine.models.check_selection`). The pool of ``paged`` is not allocated
+    afterwards.
 
     If K and V are quantized, this comparison uses unquantized K and V and the portable backend, which allows tight
     bounds. A second run with quantized K and V and ``backend`` compares the attention of each layer
@@ -132,7 +133,8 @@ def _check_logits(
     paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int, agree: Agree
 ) -> float:
     selection = SelectionCheck(paged)
-    # mlx-lm's own caches may hold values of 4 or 8 bits, which float32 logits amplify: other chunks round differently.
+    # mlx-lm's own caches may hold values of 4 or 8 bits, whose rounding depends on the chunks. float32's tolerance is
+    # too small for such values.
     dtype = mx.float16 if paged.own_caches_reason and paged.dtype == mx.float32 else paged.dtype
     for seed in range(_ATTEMPTS[dtype]):
         requests = _Requests.of(paged, vocab_size, block_size, seed, agree)
@@ -151,7 +153,11 @@ def _check_logits(
 
 
 def _run(paged: PagedModel, backend: AttentionBackend, requests: _Requests) -> list[np.ndarray]:
-    """Return the logits of each request's last row in each step, [2, vocab_size] float32."""
+    """Run the requests. Return the logits of each request's last row, [2, vocab_size] float32 for each step.
+
+    Allocates and releases the pool. Raises UnsupportedModelError if a step fails, or a layer did not write once and
+    attend at least once in each step.
+    """
     before = [(cache.num_writes, cache.num_reads) for cache in paged.layer_caches]
     paged.pool.allocate(requests.block_table.size, requests.block_size, _NUM_STATE_SLOTS)
     try:

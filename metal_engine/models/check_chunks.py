@@ -1,4 +1,4 @@
-"""Shortens chunks of the context during the check at load, so that its short requests cross the edges of chunks."""
+"""Shortens chunks of the context during the check at load, so that the check's short requests cross their edges."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from metal_engine.models.layer_cache import ChunkedLayerCache
 from metal_engine.models.paged_model import PagedModel
 
 _CHUNK = 7  # tokens; not a divisor of a block, and less than a half of each request of the check
-# Attributes of mlx-lm's modules -> largest value in the check. Queries of layers without chunks are scaled by the
-# number of ``floor_scale`` tokens before them.
+# Attributes of mlx-lm's modules -> largest value in the check. In layers without chunks, the scale of a query grows
+# with its position, in steps of ``floor_scale`` tokens.
 _CHUNK_SIZE = "attention_chunk_size"
 _LARGEST = {_CHUNK_SIZE: _CHUNK, "floor_scale": 5}
 
@@ -20,8 +20,10 @@ _LARGEST = {_CHUNK_SIZE: _CHUNK, "floor_scale": 5}
 def small_chunks(paged: PagedModel) -> Iterator[None]:
     """Shorten the chunks of a model within a ``with`` block, in mlx-lm's modules and in our caches.
 
+    Does nothing if no cache has chunks.
+
     Raises:
-        UnsupportedModelError: no module of the model has the chunk size that its caches have.
+        UnsupportedModelError: the modules have other chunk sizes than the caches.
     """
     caches = [cache for cache in paged.layer_caches if isinstance(cache, ChunkedLayerCache)]
     if not caches:

@@ -1,8 +1,8 @@
 """Compares, during the check at load, the keys that indexes select with those that mlx-lm's own indexes select.
 
 Each layer selects fewer keys than the check's requests have, on both sides. In half precision, two keys may have nearly
-equal scores, and either may be selected. The layers after it then compute other numbers on both sides, and a comparison
-of logits alone would refuse the model. Each layer is therefore judged on its own:
+equal scores, and either may be selected. The layers after such a selection compute different numbers on the two sides,
+and a comparison of logits alone would refuse the model. Each layer is therefore judged on its own:
 
 - mlx-lm's index selects keys from the input of its own layer. Keys that only one side selects must have nearly equal
   scores.
@@ -54,7 +54,7 @@ class SelectionCheck:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the selections of packed steps within a ``with`` block, instead of earlier ones."""
+        """Record the selections of packed steps within a ``with`` block. Delete earlier records and reset ``worst``."""
         for cache, selected in zip(self._caches, self._selected, strict=True):
             selected.clear()
             cache.observe = partial(_record, selected)
@@ -88,7 +88,12 @@ class _ComparingCache(IndexOwner):
         return getattr(self._own, name)
 
     def select(self, index: PagedIndex, x: mx.array, qr: mx.array | None, mask: Any) -> mx.array | None:
-        """Run mlx-lm's index over a whole prompt. Return the keys that the packed steps have selected."""
+        """Run mlx-lm's index over a whole prompt, and update the check's ``worst`` with the difference.
+
+        Returns:
+            The keys that the packed steps have selected, as mlx-lm's index returns them. None if mlx-lm's index selects
+            no keys. If the packed steps have selected another number of keys, or later keys, mlx-lm's own selection.
+        """
         own = index.own_selection(x, qr, mask, self._own)
         if own is None:
             return None
@@ -119,8 +124,9 @@ class _ComparingCache(IndexOwner):
 def _scores(projections: Projections, size: SelectionSize) -> tuple[np.ndarray, np.ndarray]:
     """Return the scores of all keys for each row, and the sizes of the scores.
 
-    Rounding errors of a score grow with its size: the length of the vector of the heads' products, with their weights.
-    A score itself can be 0 because all products are negative. A key's score is the largest visible one of its block.
+    The rounding error of a score grows with its size. With weights, the size is the norm of the heads' weighted
+    products. The score itself can be 0 because all products are negative. Without weights, the size is the product's
+    magnitude, and a key has the largest visible score of its block.
 
     Returns:
         Two arrays, [G, L, L] float32.

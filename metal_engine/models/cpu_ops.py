@@ -61,7 +61,10 @@ class StepPositions(mx.array):
 
 
 def rotate_neighbours(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """Rotate the pairs of neighbouring numbers of x, [..., head_dim], by angles, [..., dims / 2]."""
+    """Rotate the pairs of neighbouring numbers in the first ``dims`` columns of x, [..., head_dim].
+
+    ``cos`` and ``sin`` are the cosines and sines of the angles, [..., dims / 2].
+    """
     dims = 2 * cos.shape[-1]
     a, b = x[..., 0:dims:2], x[..., 1:dims:2]
     turned = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(*x.shape[:-1], dims)
@@ -69,7 +72,10 @@ def rotate_neighbours(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
 
 
 def rotate_halves(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """Rotate the pairs of x, [..., head_dim], whose second number is dims / 2 after the first, as above."""
+    """Rotate the pairs of x, [..., head_dim], whose second number is dims / 2 columns after the first.
+
+    The arguments are those of :func:`rotate_neighbours`.
+    """
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return mx.concatenate([a * cos - b * sin, a * sin + b * cos, *([rest] if rest.size else [])], axis=-1)
@@ -82,7 +88,10 @@ class TableRoPE(nn.RoPE):
     """RoPE that reads sines and cosines from the step if possible. MLX's RoPE computes them in every call."""
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """Rotate x, [N, heads, 1, head_dim], with the tables of :class:`StepPositions`, or else as ``nn.RoPE``."""
+        """Rotate x, [N, heads, 1, head_dim], with the tables of ``offset`` if possible, or else as ``nn.RoPE``.
+
+        The tables are used if ``offset`` is a :class:`StepPositions`, and x is float32 on a CPU.
+        """
         if not (isinstance(offset, StepPositions) and x.ndim == 4 and x.shape[2] == 1 and _on_cpu(x)):
             return super().__call__(x, offset)  # type: ignore[arg-type]
         key = (self.dims, self.traditional, self.base, self.scale)
@@ -124,6 +133,6 @@ _FASTER_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.RoPE: TableRoPE, nn
 
 
 def use_faster_layers(model: nn.Module) -> None:
-    """Replace a model's plain RoPE and RMSNorm layers. Layers of derived classes stay unchanged."""
+    """Replace the classes of a model's plain RoPE and RMSNorm layers. Layers of derived classes stay unchanged."""
     for module in model.modules():
         module.__class__ = _FASTER_LAYERS.get(type(module), type(module))

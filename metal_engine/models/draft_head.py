@@ -87,7 +87,7 @@ class DraftHead(nn.Module):
         Args:
             embeddings: embeddings of the tokens after the rows, [N, T, hidden_size].
             hidden: hidden states of the rows, [N, T, hidden_size].
-            mask: mask for the attention, as its cache makes it.
+            mask: mask for the attention, made by the cache's ``make_mask``.
             cache: cache of the block with attention.
         """
         if "hidden_scale" in self:
@@ -141,11 +141,13 @@ def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequan
 
     Args:
         model: a loaded mlx-lm model.
+        weights: weights of the head in the checkpoint.
         dtype: type of the weights that are not quantized.
         dequantize: True to dequantize all weights.
 
     Raises:
-        ModelLoadError: the weights do not fit the model.
+        ModelLoadError: the weights do not fit the model, lack their scales, or are not finite.
+        UnsupportedModelError: see :func:`new_head`.
     """
     head = new_head(
         model,
@@ -187,14 +189,14 @@ def _one_or_group(caches: Sequence[Any]) -> Any:
 
 
 class _Written(Exception):
-    """Ends a forward whose keys and values are written."""
+    """Raised to end a forward pass of the head after it has written its keys and values."""
 
 
 class _OnlyWrites:
-    """Attention of a step that ends the forward where a layer attends. A layer writes its keys and values before.
+    """Attention of a step that raises :class:`_Written` when a layer attends, which is after it has written K and V.
 
     Args:
-        attention: attention of the step, whose other methods are used.
+        attention: attention of the step, to which all other methods are delegated.
     """
 
     def __init__(self, attention: StepAttention) -> None:
@@ -208,18 +210,19 @@ class _OnlyWrites:
 
 
 class PagedDraftHead:
-    """Draft head that runs packed rows. Its states are the last states of its model's pool.
+    """Draft head that runs packed rows. The constructor appends the head's states to its model's pool.
 
     Args:
         head: head with the weights of a checkpoint.
-        target: model of the head. Its pool gets the head's states, so it must not be allocated yet.
+        target: model of the head. Its pool must not be allocated yet.
 
     Raises:
         UnsupportedModelError: the head cannot run beside this model.
 
     Attributes:
-        head: see above.
-        pool: pool of the head's states: keys and values, and also index keys if the head's layer has an index.
+        head: the head.
+        pool: pool of only the head's states: keys and values, and also index keys if the head's layer has an index. The
+            model's pool has the same states.
     """
 
     def __init__(self, head: DraftHead, target: PagedModel) -> None:
@@ -273,9 +276,9 @@ class PagedDraftHead:
         Args:
             token_ids: tokens after the rows, [N] int32.
             hidden: hidden states of the rows, or the head's output of the rows before in a chain, [N, hidden_size].
-            rows: the rows.
+            rows: rows of a step.
             attention: attention of the backend for ``rows``.
-            images: features of the tokens after the rows; None if no such token has features.
+            images: features of the tokens after the rows; None if none of these tokens has features.
         """
         return self._run(token_ids, hidden, rotary_positions(rows, self._positions), rows, attention, images)
 
@@ -287,9 +290,9 @@ class PagedDraftHead:
         attention: StepAttention,
         images: StepImages | None = None,
     ) -> None:
-        """Write the keys and values of some rows. The rest of the head is not built, which takes most of its host time.
+        """Write the keys and values of some rows, with the arguments of :meth:`__call__`.
 
-        Args are those of a call.
+        The rest of the head is not built. It would take most of the head's host time.
         """
         with suppress(_Written):
             self(token_ids, hidden, rows, _OnlyWrites(attention), images)

@@ -38,11 +38,15 @@ class Projections(NamedTuple):
 
 
 class PagedIndex(nn.Module):
-    """A module of mlx-lm with an index, whose cache may select keys. Created by :func:`patch_indexers`.
+    """A module of mlx-lm with an index. If its cache is an :class:`IndexOwner`, the cache selects the keys.
+
+    :func:`patch_indexers` changes a module to this class.
 
     Attributes:
-        small: attributes of the module, and their largest values in the check at load.
+        small: attributes of the module -> their largest values in the check at load.
         ranks: group of the ranks that share the selections; None if a rank uses only its own.
+        can_share: True if ranks that divide a model's heads use the selections of rank 0.
+        has_weights: True if one score is the weighted sum of all heads.
     """
 
     small: ClassVar[dict[str, int]]
@@ -70,10 +74,11 @@ class PagedIndex(nn.Module):
         raise NotImplementedError
 
     def own_selection(self, x: mx.array, qr: mx.array | None, mask: Any, cache: Any) -> np.ndarray | None:
-        """Run mlx-lm's index over a prompt and an empty cache of mlx-lm.
+        """Run mlx-lm's index over a prompt and an empty cache of mlx-lm, with the arguments of the index.
 
         Returns:
-            True for each key that a row selects, also for keys after the row, [G, L, L]; None if rows select nothing.
+            [G, L, L] bool, True if the row selects the key, which may be after the row. None if the index selects no
+            keys: rows then attend to all keys. G is 1, or the number of heads of the index.
         """
         raise NotImplementedError
 
@@ -82,7 +87,10 @@ class PagedIndex(nn.Module):
         raise NotImplementedError
 
     def common(self, positions: mx.array) -> mx.array:
-        """Return rank 0's selection on every rank: sums may round differently on each rank and change a selection."""
+        """Return rank 0's selection on every rank: sums may round differently on each rank and change a selection.
+
+        All ranks must call it in the same order. ``positions`` is this rank's selection, an array of integers.
+        """
         if self.ranks is None:
             return positions
         zeros = mx.depends([mx.zeros_like(positions)], [positions])[0]  # all ranks communicate in the same order
@@ -94,6 +102,12 @@ class IndexOwner:
 
     def select(self, index: PagedIndex, x: mx.array, qr: mx.array | None, mask: Any) -> mx.array | None:
         """Store the keys of rows, and select keys.
+
+        Args:
+            index: index of the layer.
+            x: input of the layer, [B, L, hidden_size].
+            qr: latent queries of the layer, [B, L, q_lora_rank]; None for a layer without latents.
+            mask: mask that mlx-lm passes to the index.
 
         Returns:
             The result of mlx-lm's index; None if rows attend to all keys, or if the layer's cache takes the selection.
@@ -201,7 +215,7 @@ def index_kind(model: nn.Module, states: Iterable[object]) -> IndexKind | None:
 
 
 def patch_indexers(model: nn.Module) -> None:
-    """Let the caches of a model's indexes select keys."""
+    """Change the classes of a model's indexes to :class:`PagedIndex`, so that their caches can select keys."""
     for module in model.modules():
         for original, paged in _CLASSES:
             if type(module) is original and getattr(module, "is_sparse_attn", True):
@@ -225,11 +239,11 @@ class IndexCache(IndexOwner):
         self.num_writes = 0
         self.num_reads = 0
         self.observe: Callable[[StepRows, KeySelection | None], None] | None = None
-        self._selections: list[KeySelection | None] = []  # one while the layer runs
+        self._selections: list[KeySelection | None] = []  # one between select() and take(), else empty
 
     @property
     def keys(self) -> mx.array:
-        """Keys on which mlx-lm makes the layer's keys depend. No dependency is needed: steps evaluate all states."""
+        """Placeholder: mlx-lm makes the layer's keys depend on these keys. A step evaluates all states anyway."""
         return mx.zeros((0,))
 
     values = keys
@@ -261,7 +275,7 @@ class IndexCache(IndexOwner):
             self.observe(rows, self._selections[0])
 
     def take(self) -> KeySelection | None:
-        """Return the selection for the layer's attention, once; None if all rows attend to all keys.
+        """Return and remove the selection for the layer's attention; None if all rows attend to all keys.
 
         Raises:
             RuntimeError: the index has selected nothing since the last call.

@@ -61,7 +61,7 @@ def expected_model_info(
         divide: reduces a model to this rank's shard; None if there is only one rank.
 
     Returns:
-        The facts, or None if they depend on the weights.
+        The facts. None if the checkpoint has its own code, or the model cannot be created or run without its weights.
 
     Raises:
         UnsupportedModelError: a layer has an unsupported kind of state, mlx-lm's functions cannot be replaced, or

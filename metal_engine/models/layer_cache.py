@@ -89,7 +89,7 @@ class TiledKeys(OwnedKeys):
 
 
 class _EarlierKeys(OwnedKeys):
-    """Placeholder for all stored keys. A layer that stores none reads its positions from the number of stored keys."""
+    """Placeholder for all stored keys. A layer that stores no keys itself computes its positions from the shape."""
 
     owner: AttendingCache
 
@@ -119,9 +119,10 @@ class LayerCache(AttendingCache):
 
     @property
     def keys(self) -> mx.array:
-        """Keys for a rank of a pipeline, where mlx-lm makes the last layer's keys depend on data sent to the next rank.
+        """Placeholder for a pipeline's ranks: mlx-lm makes the last layer's keys depend on data sent to the next rank.
 
-        No dependency is needed here: every rank evaluates logits, which depend on the data that all ranks have sent.
+        Assignments are ignored. No dependency is needed, because every rank evaluates logits, which depend on the data
+        that all ranks have sent.
         """
         return mx.zeros((0,))
 
@@ -152,7 +153,7 @@ class LayerCache(AttendingCache):
         self.num_writes += 1
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return placeholders for K and V, for a layer that reuses them in its call of attention."""
+        """Return placeholders for K and V, for another layer that reuses them in its call of attention."""
         spec = self.state.spec
         keys = mx.zeros((self.offset.size, spec.num_kv_heads, 1, spec.head_dim), spec.dtype)
         return _EarlierKeys(keys, self), keys
@@ -194,7 +195,7 @@ def _transpose_heads(heads: mx.array, num_outer: int) -> mx.array:
 class ChunkedLayerCache(LayerCache):
     """Cache of a layer that attends within chunks of the context (Llama 4).
 
-    The layer passes a mask of its own, which is ignored. The check at load compares the chunks' edges.
+    The layer passes a mask of its own, which is ignored. The check at load covers the edges of chunks.
 
     Attributes:
         chunk: size of a chunk in tokens.
@@ -273,7 +274,10 @@ def link_indexes(caches: CacheTree) -> None:
 
 
 def layer_cache(step: CurrentStep, state: LayerState, chunk: int | None) -> LayerCache | IndexCache | StateCache:
-    """Return the cache through which mlx-lm's layer uses a state. ``chunk``: see :class:`RecordingCache`."""
+    """Return the cache through which mlx-lm's layer uses a state. ``chunk``: see :class:`RecordingCache`.
+
+    Raises TypeError for an unknown kind of state.
+    """
     match state:
         case RecurrentState():
             return StateCache(step, state)
@@ -289,10 +293,15 @@ def layer_cache(step: CurrentStep, state: LayerState, chunk: int | None) -> Laye
 
 
 class RecordingCache(ConcatenateKVCache, AttendingCache, IndexOwner):
-    """An ordinary cache that records how its layer uses it.
+    """An ordinary cache of mlx-lm that records how its layer uses it.
 
     Args:
         chunk: size in tokens of the chunks within which the layer attends; None if it attends to all keys or a window.
+
+    Attributes:
+        spec: spec of the state that the layer stores; None before the layer has stored keys.
+        num_reads: number of times that the layer attended, or that its index selected keys.
+        windows: sizes in tokens of the sliding windows that the layer requested.
     """
 
     start_position = 0  # position of the first stored token

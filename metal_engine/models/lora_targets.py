@@ -17,13 +17,17 @@ from metal_engine.models.paged_model import PagedModel
 
 
 def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = None) -> AdapterTargets:
-    """Return the linear layers inside ``model.layers`` that receive all packed rows of a step.
+    """Return the layers that adapters can change: linear layers in ``model.layers`` that receive all rows of a step.
 
-    A step of one token is built, and not computed. Leaves ``paged`` without a cache.
+    The other linear layers are refused, each with a reason. A step of one token is built, and not computed. The pool of
+    ``paged`` is not allocated afterwards.
 
     Args:
         paged: the model.
         interleaved: see :attr:`metal_engine.checkpoints.loader.LoadedModel.interleaved`.
+
+    Raises:
+        UnsupportedModelError: the forward pass does not run over a paged cache.
     """
     modules = dict(paged.model.named_modules())
     candidates, refused = {}, {}
@@ -56,7 +60,7 @@ def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = N
 
 @contextmanager
 def _record_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
-    """Collect the names of the modules that map one packed argument to one array within a ``with`` block."""
+    """Collect the names of the modules that map a step's packed rows to one array within a ``with`` block."""
     called: set[str] = set()
     classes = {name: type(module) for name, module in modules.items()}
     for name, module in modules.items():
@@ -73,7 +77,8 @@ def _recording_class(name: str, cls: type[nn.Module], called: set[str]) -> type[
 
     def recorded(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
         output = call(self, *args, **kwargs)
-        # Other shapes may be a selection of rows. Some layers split their output into several arrays.
+        # The step has one row. An argument of another shape may be a selection of rows. Some layers split their output
+        # into several arrays.
         if len(args) == 1 and not kwargs and args[0].shape[:-1] == (1, 1) and isinstance(output, mx.array):
             called.add(name)
         return output

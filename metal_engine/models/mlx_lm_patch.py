@@ -84,11 +84,13 @@ def patch_model(model: nn.Module, step: CurrentStep) -> PatchedModel:
 
     Args:
         model: a loaded mlx-lm model.
-        step: object from which the trunk reads the indices of the wanted rows.
+        step: the running step, from which the trunk reads the indices of the wanted rows.
 
     Raises:
-        UnsupportedModelError: a layer has an unsupported kind of state, or computes attention without mlx-lm's shared
-            function.
+        UnknownCacheError: a layer has an unsupported kind of cache.
+        UnsupportedModelError: the forward pass does not run over recording caches. A layer has an unsupported kind of
+            state, does not use its cache, or computes attention without mlx-lm's shared function. Or the model has no
+            separate trunk and LM head.
     """
     _recorders(model, CallTrace())
     _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _patched_attention)])
@@ -114,7 +116,10 @@ def patch_model(model: nn.Module, step: CurrentStep) -> PatchedModel:
 
 
 def hidden_states_problem(model: nn.Module, patched: PatchedModel) -> str | None:
-    """Return the reason why a patched model has no usable hidden states, or None. Computes its LM head."""
+    """Return the reason why a patched model has no usable hidden states, or None. Computes the LM head for three rows.
+
+    ``patched`` is the result of :func:`patch_model`.
+    """
     assert patched.trunk is not None
     return hidden_problem(model, patched.trunk, patched.vocab_size, lambda: _recorders(model, CallTrace()))
 
@@ -134,7 +139,7 @@ def recorded(model: nn.Module) -> list[Recorder]:
 
 
 def _patch_modules(model: nn.Module) -> None:
-    """Patch the modules that need more than mlx-lm's attention function and recurrences."""
+    """Patch the modules for which it is not enough to replace mlx-lm's attention function and recurrences."""
     replace_namespaces(model)
     patch_indexers(model)
     patch_ngrams(model)
@@ -142,7 +147,7 @@ def _patch_modules(model: nn.Module) -> None:
 
 
 def _is_used(recorder: Recorder) -> bool:
-    """True if the layer attended over its cache. Always True for recurrent state."""
+    """Return True if the layer attended over its cache. Always True for recurrent state."""
     return isinstance(recorder, RecordingState) or recorder.num_reads > 0
 
 
@@ -193,6 +198,9 @@ def _replace_functions(model: nn.Module, replacements: list[tuple[Callable[..., 
 
     A layer calls a function through the globals of its module, or of the module of a base class. Classes from the
     checkpoint's own code are not in ``sys.modules``, so the globals are taken from the methods.
+
+    Args:
+        replacements: pairs of mlx-lm's function and its replacement.
     """
     homes = [vars(module) for module in (mlx_lm_base, activations, cpu_ops)]  # modules that must keep the originals
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:

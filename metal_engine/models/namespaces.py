@@ -1,7 +1,8 @@
 """Replacements for functions that a model file calls as attributes of a library, such as ``mx.arange``.
 
-``mlx_lm_patch`` replaces functions in the globals of model files. The globals of a file hold these functions only as
-attributes of ``mlx.core`` or NumPy. The file therefore gets a copy of the library's namespace with these replacements:
+``mlx_lm_patch`` replaces functions in the globals of model files. A function such as ``mx.arange`` is not in these
+globals: they hold only the library, ``mlx.core`` or NumPy. A file therefore gets a copy of the library's namespace with
+these replacements:
 
 - ``arange(offset, offset + L)`` returns the positions of a step's rows if ``offset`` is the positions of a layer cache.
 - ``mx.tile`` of stored keys returns keys that are marked as tiled.
@@ -67,7 +68,7 @@ _REPLACED = {"arange", "tile", "scaled_dot_product_attention"}
 
 
 def replace_namespaces(model: nn.Module) -> None:
-    """Replace libraries in the globals of a model's files whose methods call one of the functions above."""
+    """Replace libraries in the globals of those files of a model whose methods call one of the replaced functions."""
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
         if cls.__module__.split(".")[0] in ("mlx", "metal_engine"):
             continue

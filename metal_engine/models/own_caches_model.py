@@ -44,7 +44,8 @@ def open_paged_model(
 ) -> PagedModel:
     """Return a model for packed steps, or an :class:`OwnCachesModel` if a layer has an unknown kind of cache.
 
-    The arguments and exceptions are those of :class:`PagedModel`.
+    The arguments and exceptions are those of :class:`PagedModel`. An :class:`OwnCachesModel` ignores ``recurrence`` and
+    ``kv_cache_dtype``.
     """
     try:
         return PagedModel(model, recurrence, kv_cache_dtype=kv_cache_dtype, is_sketch=is_sketch)
@@ -101,7 +102,8 @@ class OwnCachesModel(PagedModel):
     ) -> tuple[mx.array, mx.array | None]:
         """Run a forward pass for each request. Takes the arguments of :meth:`PagedModel.forward`.
 
-        The LM head computes all rows of a request that needs any logits.
+        Adapters, images and ``hidden_indices`` must be None. If any row of a request needs logits, the LM head computes
+        all rows of the request.
         """
         own = self.pool.own_caches
         assert own is not None and hidden_indices is None and adapters is None and images is None

@@ -3,8 +3,8 @@
 A packed batch is passed as *tokens as batch*: N tokens become a batch of N sequences of length 1. Every activation is
 then [N, 1, ...], and layers that do not mix tokens work unchanged. Three operations do mix tokens:
 
-- RoPE reads ``cache.offset``, which is here the [N] array of positions, one per row.
-- ``cache.update_and_fetch`` stores K and V, here in the layer's state (``kv_cache``).
+- RoPE reads ``cache.offset``. Our caches return the positions of the rows, [N].
+- ``cache.update_and_fetch`` stores K and V. Our caches store them in the layer's state (``kv_cache``).
 - Attention: ``mlx_lm_patch`` replaces mlx-lm's ``scaled_dot_product_attention``. The replacement requests attention
   from one of our caches (``layer_cache``), and calls the original function for any other cache.
 
@@ -71,8 +71,8 @@ class PagedModel:
         dtype: type of the first K and V, or of the first recurrent state if no layer has K and V.
         windows: sizes of the layers' sliding windows, in tokens.
         vocab_size: number of logits of a row.
-        adapters: layers with LoRA adapters, set by :meth:`adapt`; None before.
-        images: image input, set by :meth:`see`; None if the model takes text only.
+        adapters: layers with LoRA adapters, set by :meth:`enable_lora`; None before.
+        images: image input, set by :meth:`add_image_encoder`; None if the model takes text only.
         index_top_k: largest number of keys that an index selects for a row; None if no layer has an index.
         own_caches_reason: reason why requests run alone over mlx-lm's own caches; empty if they are packed.
         hidden_problem: reason to refuse embeddings, if the rows of ``hidden_indices`` are not hidden states; else None.
@@ -144,9 +144,10 @@ class PagedModel:
         self.pool = pool
 
     def add_state(self, spec: StateSpec) -> LayerState:
-        """Add the state of a layer outside the model to the pool. Call it before the pool is allocated.
+        """Create the state of a layer outside the model, and set :attr:`pool` to a new pool that includes it.
 
-        The state is stored as ``--kv-cache-dtype`` says. It shares the blocks and the fate of the model's own states.
+        Call it before the pool is allocated. The state is stored as ``--kv-cache-dtype`` says. It is allocated, rolled
+        back and released together with the model's own states, and uses the same blocks.
         """
         state = make_state(kv_cache_spec(spec, self._kv_cache_dtype))
         self.pool = StatePool([*self.pool.states, state])
@@ -161,7 +162,7 @@ class PagedModel:
         self._step.recurrence = None
 
     def enable_lora(self, names: Iterable[str], max_loras: int, max_rank: int) -> AdaptedLayers:
-        """Prepare linear layers for LoRA adapters. Can be called once.
+        """Prepare linear layers for LoRA adapters, set :attr:`adapters`, and return it. Can be called once.
 
         Args:
             names: names of the linear layers in the model.
@@ -174,7 +175,7 @@ class PagedModel:
         return self.adapters
 
     def add_image_encoder(self, encoder: ImageEncoder) -> None:
-        """Prepare the model for features of images. Can be called once.
+        """Prepare the model for features of images, and set :attr:`images`. Can be called once.
 
         Raises:
             UnsupportedModelError: the model cannot take features.
@@ -244,7 +245,7 @@ class PagedModel:
             input_ids: token ids, [N] int32.
             positions: rotary positions of the rows, [N] int32.
             rows: writes, and segments if layers are recurrent.
-            attention: attention over this step's rows.
+            attention: attention of the backend for these rows.
             hidden_indices: rows whose hidden states are returned; None for no rows.
 
         Returns:
@@ -256,10 +257,10 @@ class PagedModel:
         return self._run(input_ids)
 
     def logits_of(self, hidden: mx.array) -> mx.array:
-        """Run only the modules after the trunk: hidden states as :meth:`forward` returns them to logits.
+        """Compute logits from hidden states, with only the modules after the trunk.
 
         Args:
-            hidden: hidden states, [R, hidden_size].
+            hidden: hidden states as :meth:`forward` returns them, [R, hidden_size].
 
         Returns:
             Logits, [R, vocab_size].

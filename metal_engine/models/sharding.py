@@ -62,7 +62,7 @@ def evaluate_one_by_one(model: nn.Module) -> None:
 
 
 def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedModelInfo:
-    """Reduce each layer of a model to one rank's heads. Raises as :meth:`Sharding.divide`."""
+    """Reduce each layer of a model to this rank's heads. Return and raise as :meth:`Sharding.divide`."""
     size = group.size()
     if not hasattr(model, "shard"):
         raise UnsupportedModelError("mlx-lm cannot share its layers between ranks (it has no shard())")
@@ -74,7 +74,7 @@ def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedMode
             indexer.ranks = group if indexer.can_share else None
         after = recorded(model)
     except (*_CANNOT, UnsupportedModelError) as error:
-        # The failure may concern something else than heads, such as the columns of a matrix.
+        # Name the layer if its heads are the cause. The cause may be something else, such as the columns of a matrix.
         for layer, one in enumerate(before):
             if not _has_even_heads(one, size):
                 raise UnsupportedModelError(f"{_uneven(layer, one, size)} ({one_line(error)})") from error
@@ -128,7 +128,7 @@ def _heads(recorder: Recorder) -> str:
 
 
 def divide_layers(model: nn.Module, group: mx.distributed.Group) -> UnshardedModelInfo:
-    """Reduce a model to one rank's layers. Raises as :meth:`Sharding.divide`."""
+    """Reduce a model to this rank's layers. Return and raise as :meth:`Sharding.divide`."""
     trunk: Any = getattr(model, "model", None)
     if not hasattr(trunk, "pipeline"):
         raise UnsupportedModelError("mlx-lm cannot give its layers to several ranks (its trunk has no pipeline())")

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 MakeCaches = Callable[[], CacheTree]
 
-# Divisor for a test of the head, which receives a row and the same row divided by this number. A linear head's logits
-# are then divided, too. A norm in the head would undo the division.
+# Divisor for a test of the LM head, which receives a row and the same row divided by this number. If the head is
+# linear, its logits are divided, too. A norm in the head would undo the division.
 _SHRINKING = 16
 
 # Layers whose output has only one rank's columns, such as a divided LM head. Their output is not a hidden state.
@@ -48,6 +48,9 @@ class Trunk:
 
 def select_rows_before_head(model: nn.Module, step: CurrentStep, make_caches: MakeCaches) -> Trunk:
     """Make the trunk return only the rows whose logits are needed. The head then skips all other rows.
+
+    Changes the class of the trunk's module. In each call, the trunk uses the fields ``logits_indices``,
+    ``hidden_indices``, ``hidden`` and ``given`` of ``step``.
 
     Raises:
         UnsupportedModelError: no module's output can be reduced to some of its rows.

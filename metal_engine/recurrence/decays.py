@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-FLOOR = 2.0**-100  # smaller decays are negligible, and would soon become denormals, which are slow
+FLOOR = 2.0**-100  # smaller decays are negligible, and their products would soon be denormals, which are slow
 
 
 def _without_denormals(decay: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""Mamba2's recurrence over many tokens on a CPU: like mlx-lm's, in chunks small enough for a CPU.
+"""Mamba2's recurrence over many tokens on a CPU: mlx-lm's computation in smaller chunks.
 
 The rule, for one head, with state S [dim, N], gate g_t and input x_t (times its time step):
 
@@ -105,7 +105,7 @@ def chunked_ssm(
 
 
 def _chunk(x: mx.array, gates: mx.array, B: mx.array, C: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
-    """Compute a chunk of c tokens in float32. Heads are those of one group, which share B and C.
+    """Compute a chunk of c tokens in float32. ``heads`` is the number of heads of a group, which share B and C.
 
     Args:
         x: inputs, [B, groups, c, heads, dim].

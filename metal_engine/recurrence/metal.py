@@ -24,7 +24,7 @@ import numpy as np
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, DTYPES, kernel_text
 
 MAX_STATE_COLUMNS = 256  # columns of a recurrent state
-MAX_STATE_PER_LANE = 32  # elements of a recurrent state that a lane keeps in registers
+MAX_STATE_PER_LANE = 32  # elements of one row of a recurrent state that a lane holds in registers
 MAX_GATES = 1 << 32  # gates of a step: the kernel indexes them with 32 bits
 SIMD_GROUPS = 4  # SIMD groups of a threadgroup
 KERNEL_SIZES = range(2, 9)  # supported kernel sizes of a convolution
@@ -33,12 +33,12 @@ MAX_THREADS = 256  # threads of a threadgroup
 
 
 def lanes_of_state_row(columns: int) -> int:
-    """Return how many lanes of a SIMD group share a row of a state. With fewer lanes, fewer sums are exchanged."""
+    """Return the number of lanes of a SIMD group that share a row of a state. Fewer lanes exchange fewer sums."""
     return 4 if columns <= 4 * MAX_STATE_PER_LANE else 8
 
 
 def _grid(num_segments: int, shape_of_state: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the grid for states of (heads, rows, columns): a SIMD group takes as many rows as fit its lanes."""
+    """Return the kernel's grid in threads, for states of (heads, rows, columns). The second axis counts SIMD groups."""
     num_heads, rows, columns = shape_of_state
     return 32, -(-rows * lanes_of_state_row(columns) // 32), num_segments * num_heads
 
@@ -91,8 +91,8 @@ class _Segments:
 class MetalRecurrence:
     """Launcher of the kernels of recurrent layers. MLX compiles each variant at its first use.
 
-    ``cu_seqlens`` and ``reads`` must hold host data that does not change. The host validates them if they are other
-    array objects than in the previous call.
+    Each call takes ``cu_seqlens`` and ``reads`` (see the module's docstring). They must hold host data that does not
+    change. The host validates them if they are other array objects than in the previous call.
 
     Args:
         kernel_factory: ``mx.fast.metal_kernel`` or the simulator's function.

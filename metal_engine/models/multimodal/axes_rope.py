@@ -1,7 +1,7 @@
 """Rotary embeddings whose frequencies take their positions from three axes: time, height and width (M-RoPE).
 
-The text models of mlx-lm have one axis. Without images, all axes are equal. Only steps with tokens of images, or with
-text whose axes differ, have :class:`AxesPositions`.
+The text models of mlx-lm have one axis. Without images, the positions on all axes are equal. Only steps with tokens of
+images, or with text whose axes differ, have :class:`AxesStepPositions`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class AxesStepPositions(StepPositions):
 
 
 def rotary_positions(rows: StepRows, plain: type[mx.array]) -> mx.array:
-    """Return the positions of a step for its rotary embeddings, [N].
+    """Return the positions of a step for its rotary embeddings, [N]. They have axes only if the step has axes.
 
     Args:
-        plain: type of positions without axes.
+        rows: rows of the step.
+        plain: type of the result without axes.
     """
     if rows.rotary_positions is None:
         return plain(rows.positions)
@@ -41,7 +42,8 @@ def use_axes(model: nn.Module, axes: Axes) -> None:
     """Make a model's rotary embeddings use the axes of steps that have them.
 
     Raises:
-        UnsupportedModelError: the model has no plain rotary embeddings, or they have fewer frequencies than the axes.
+        UnsupportedModelError: the model has no plain rotary embeddings, or they have another number of frequencies than
+            the axes.
     """
     ropes = [module for module in model.modules() if isinstance(module, nn.RoPE)]
     if not ropes or any(rope.dims // 2 != sum(axes.sections) for rope in ropes):

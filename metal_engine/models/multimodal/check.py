@@ -1,4 +1,4 @@
-"""Check at load that images reach a model correctly: a tiny prompt with an image, against mlx-vlm's own forward."""
+"""Check at load that images reach a model correctly: compares a tiny prompt with mlx-vlm's own forward pass."""
 
 from __future__ import annotations
 
@@ -45,13 +45,15 @@ class _Prompt:
 
 
 def check_images(paged: PagedModel, encoder: MlxVlmEncoder, language_model: nn.Module) -> float:
-    """Run a tiny prompt with an image in chunks that cut the image. Compare with mlx-vlm's forward of the prompt.
+    """Run a tiny prompt with an image in chunks, and compare it with mlx-vlm's forward pass of the whole prompt.
 
-    Both use the same arrays. Leaves ``paged`` without a cache. K and V are not quantized in the check.
+    The chunks cut the image, unless its tokens attend to each other. Both sides use the same weights. K and V are not
+    quantized in the check. The pool of ``paged`` is not allocated afterwards.
 
     Args:
         paged: model that takes the features of ``encoder``.
-        language_model: mlx-vlm's language model. It gets the arrays of the text model.
+        encoder: image encoder of the model, without its language model.
+        language_model: mlx-vlm's language model. It gets the weights of the text model.
 
     Returns:
         Largest difference of a logit, relative to the largest logit.
@@ -123,7 +125,7 @@ def _parameters(module: nn.Module) -> list[tuple[str, mx.array]]:
 
 
 def _prompt(encoder: MlxVlmEncoder, vocab_size: int, seed: int) -> _Prompt:
-    """Return a prompt with random text and an image. The encoder has its language model."""
+    """Return a prompt with random text and an image. The encoder must have its language model, which is run."""
     from mlx_vlm.models.cache import make_prompt_cache
 
     model = encoder.model

@@ -17,8 +17,9 @@ class ImageFeatures:
     """Features of one image.
 
     Attributes:
-        embeddings: [F, hidden_size]; they replace the embeddings of the image's tokens.
-        by_layer: [F, hidden_size] for each of the first layers; they are added to the layer's output (deepstack).
+        embeddings: features that replace the embeddings of the image's tokens, [F, hidden_size].
+        by_layer: for each of the first layers, features that are added to the layer's output (deepstack), each
+            [F, hidden_size].
     """
 
     embeddings: mx.array

@@ -107,7 +107,7 @@ def _gemma3(config: Any, rows: int, columns: int) -> SampleImage:
 
 
 def _gemma3_features(model: Any, pixels: mx.array, inputs: Mapping[str, mx.array]) -> mx.array:
-    """mlx-vlm's method converts a mask to NumPy, which would wait for the running step."""
+    """Compute features without mlx-vlm's method, which converts a mask to NumPy and so waits for the running step."""
     projector = model.multi_modal_projector
     pixels = pixels.transpose(0, 2, 3, 1).astype(projector.mm_input_projection_weight.dtype)
     hidden, *_ = model.vision_tower(pixels, output_hidden_states=True)
@@ -125,9 +125,9 @@ def _gemma4(config: Any, rows: int, columns: int) -> SampleImage:
 
 
 def _gemma4_features(model: Any, pixels: mx.array, inputs: Mapping[str, mx.array]) -> mx.array:
-    """mlx-vlm's method counts features that are not padding, which would wait for the running step.
+    """Compute features without mlx-vlm's method, which counts unpadded features and so waits for the running step.
 
-    It multiplies one-hot positions with the table, which takes 200 MB for an image of 280 tokens.
+    mlx-vlm's method also multiplies one-hot positions with the table, which takes 200 MB for an image of 280 tokens.
     """
     tower, positions = model.vision_tower, inputs["image_position_ids"]  # x and y of each patch
     is_padding = mx.zeros(positions.shape[:2], mx.bool_)

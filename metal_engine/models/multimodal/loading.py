@@ -18,11 +18,12 @@ from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 def load_encoder_weights(
     encoder: MlxVlmEncoder, folder: Path, config: dict[str, Any], dtype: mx.Dtype | None, *, on_cpu: bool
 ) -> int:
-    """Read the weights of an encoder whose language model has been taken. Return their size in bytes.
+    """Read the weights of an encoder, and return their size in bytes.
 
     On a GPU, quantized weights stay quantized.
 
     Args:
+        encoder: encoder without its language model (:meth:`MlxVlmEncoder.take_language_model`).
         folder: directory of the checkpoint. All its safetensors files may have weights of the encoder.
         config: configuration of the checkpoint, with the bits of quantized weights.
         dtype: type to which the weights are converted; None to keep the stored type.
@@ -63,7 +64,12 @@ def _stored_weights(folder: Path) -> dict[str, mx.array]:
 
 
 def _quantize(model: nn.Module, quantization: dict[str, Any], weights: dict[str, mx.array]) -> None:
-    """Replace the layers of a model whose stored weights are quantized."""
+    """Replace those layers of a model whose stored weights are quantized by quantized layers.
+
+    Args:
+        quantization: quantization in the checkpoint's configuration: defaults, and settings of single layers by name.
+        weights: stored weights by name.
+    """
     names = ("group_size", "bits", "mode")
     defaults: dict[str, Any] = {name: quantization[name] for name in names if name in quantization}
 

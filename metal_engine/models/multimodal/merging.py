@@ -20,9 +20,9 @@ class StepImages:
     """Features of a step's rows.
 
     Attributes:
-        rows: [V] int32, packed rows with features.
-        embeddings: [V, hidden_size].
-        by_layer: [V, hidden_size] for each of the first layers.
+        rows: indices of the packed rows with features, [V] int32.
+        embeddings: features that replace the rows' embeddings, [V, hidden_size].
+        by_layer: for each of the first layers, features that are added to its output, each [V, hidden_size].
     """
 
     rows: mx.array
@@ -36,12 +36,13 @@ class ImageInput:
     Args:
         model: mlx-lm model.
         step: running step of the model.
+        encoder: image encoder, whose features the model takes.
 
     Raises:
         UnsupportedModelError: the model's embedding or rotary embeddings are not of a known kind.
 
     Attributes:
-        encoder: computes the features.
+        encoder: image encoder.
     """
 
     def __init__(self, model: nn.Module, step: CurrentStep, encoder: ImageEncoder) -> None:
@@ -77,7 +78,7 @@ def _merging(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
 
 
 def _padding(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
-    """Return a class of embeddings for each layer that takes the padding token, 0, for rows with features (Gemma 4)."""
+    """Return a class of per-layer embeddings (Gemma 4) that looks up the padding token, 0, for rows with features."""
     call: Callable[..., mx.array] = cls.__call__
 
     def embed(self: nn.Module, ids: mx.array) -> mx.array:

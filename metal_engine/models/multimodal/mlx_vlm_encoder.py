@@ -32,7 +32,8 @@ class MlxVlmEncoder:
         ValueError, TypeError, KeyError, AttributeError: mlx-vlm cannot create the model of this configuration.
 
     Attributes:
-        model: model of mlx-vlm. Its weights are random until they are loaded.
+        model: model of mlx-vlm, with its language model until :meth:`take_language_model`. Its weights are random until
+            they are loaded.
         image_token_id: token that stands for a feature in mlx-vlm's prompts.
     """
 
@@ -60,7 +61,7 @@ class MlxVlmEncoder:
 
     @contextmanager
     def language_model(self, language_model: nn.Module) -> Iterator[None]:
-        """Use a language model that :meth:`take_language_model` has returned, within a ``with`` block."""
+        """Put back a language model that :meth:`take_language_model` has returned, within a ``with`` block."""
         self.model.language_model = language_model
         try:
             yield
@@ -97,7 +98,7 @@ class MlxVlmEncoder:
 
 
 class _Placeholders:
-    """Embeddings of the tokens of images, in the place of a language model."""
+    """Replacement for a language model that embeds every token as zeros: an encoder's prompt has only image tokens."""
 
     def __init__(self, hidden_size: int, dtype: mx.Dtype) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
@@ -110,7 +111,7 @@ class _Placeholders:
         return mx.zeros((*input_ids.shape, self._hidden_size), self._dtype)
 
     def get_rope_index(self, *args: Any, **kwargs: Any) -> tuple[None, None]:
-        """Return no positions: the prompt has its own (:class:`metal_engine.prompt_images.AxesPositions`)."""
+        """Return no positions: a prompt has its own positions (:class:`metal_engine.prompt_images.AxesPositions`)."""
         return None, None
 
 

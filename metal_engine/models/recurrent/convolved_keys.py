@@ -14,7 +14,7 @@ from metal_engine.models.recurrent.state_cache import OwnedState
 
 
 class _PackedAttention(Attention):
-    """mlx-lm's attention, whose convolutions find the rows before packed rows."""
+    """mlx-lm's attention, whose convolutions get the row before each packed row from the cache."""
 
     def _custom_convolution(self, u: mx.array, weights: mx.array, state: mx.array | None = None) -> mx.array:
         """Convolve ``u``, [B, num_kv_heads, L, head_dim], which follows ``state``, [B, num_kv_heads, 1, head_dim]."""
@@ -26,7 +26,7 @@ class _PackedAttention(Attention):
 
 
 def patch_convolved_keys(model: nn.Module) -> None:
-    """Let the convolutions of keys and values use our caches."""
+    """Change the classes of a model's attention layers, so that their convolutions use our caches."""
     for module in model.modules():
         if type(module) is Attention:
             module.__class__ = _PackedAttention

@@ -4,6 +4,8 @@ By function, a module runs once over all packed rows, so its weights are read on
 recurrences process segments. This requires that each array of the module's cache belongs to a convolution or a
 recurrence. While the model was recorded, a convolution's array was equal to the end of the convolution's input. A
 recurrence's array was passed unchanged, as the state, to a recurrence that is known by name.
+
+By module, the whole module runs once for each group of segments (:mod:`metal_engine.kv_cache.segments`).
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ def install_states(
     """Make the recorded modules use our caches.
 
     Args:
-        pairs: recorder of each cache, and the cache that replaces it.
-        trace: calls of the recorded run.
+        pairs: recorder of each recurrent layer's cache, and the cache that replaces it.
+        trace: module calls of the recorded run.
         whole_modules: True to run each module once per group of segments, even if its functions are known. This is
             slower. Tests use it as a reference.
     """
@@ -86,7 +88,11 @@ def _run_in_groups(module: nn.Module, entries: dict[int, set[int]]) -> None:
 
 
 def _of_group(argument: Any, group: SegmentGroup, num_rows: int, cache: StateCache, view: GroupStates) -> Any:
-    """Convert an argument of the module for a group: packed rows [N, 1, ...] become [b, s, ...]."""
+    """Convert an argument of the module for a group: packed rows, [N, 1, ...], become [b, s, ...].
+
+    The cache becomes ``view``. Offsets of the rows, [N], become the offset of the first row of each segment. Other
+    arguments are returned unchanged.
+    """
     if argument is cache:
         return view
     if isinstance(argument, mx.array) and argument.ndim >= 2 and argument.shape[:2] == (num_rows, 1):

@@ -29,7 +29,12 @@ def _is_floating(array: mx.array) -> bool:
 
 
 class CallTrace:
-    """Record of the running modules and of the inputs of convolutions."""
+    """Record of a model's calls while :meth:`watch` is active.
+
+    Attributes:
+        running: modules whose calls have not returned, the innermost last.
+        convolutions: calls of convolutions so far.
+    """
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
@@ -74,7 +79,10 @@ class CallTrace:
 
 
 def _is_depthwise(conv: nn.Conv1d) -> bool:
-    """True if each channel is convolved by itself, with only its last inputs. Our convolutions support this."""
+    """Return True if each channel is convolved by itself, without stride, dilation or padding.
+
+    Our convolutions support only this kind.
+    """
     is_plain = conv.stride == 1 and conv.dilation == 1 and conv.padding == 0
     return bool(is_plain and conv.groups == conv.weight.shape[0] and conv.weight.shape[-1] == 1)
 
@@ -95,7 +103,7 @@ class RecordingState(ArraysCache):
     """mlx-lm's cache of recurrent state, which records its users.
 
     Attributes:
-        users: id -> innermost modules that read from or write to the cache.
+        users: id of a module -> the module, for each innermost module that reads from or writes to the cache.
         puts: id of a module -> indices that it writes to.
         recurrent: indices of the arrays that known recurrences received unchanged as their states.
         may_hold_tokens: True if the state may be earlier token ids, in a fixed number.
@@ -145,9 +153,10 @@ class RecordingState(ArraysCache):
         return RecurrentSpec(tuple(ArraySpec(tuple(entry.shape[1:]), entry.dtype) for entry in self.cache))
 
     def kept_by_convolutions(self, trace: CallTrace) -> dict[int, nn.Conv1d]:
-        """Return index of an array -> convolution that stores it: the input without its first row, [b, K-1, C].
+        """Return the convolutions that store their inputs in this cache, by the index of the array.
 
-        Evaluates the arrays. A convolution that matches several arrays is left out.
+        A convolution stores an array if the array equals the convolution's recorded input without the first row,
+        [b, K-1, C]. A convolution that matches several arrays is left out. Evaluates the arrays.
         """
         kept: dict[int, nn.Conv1d] = {}
         for conv in trace.convolutions:

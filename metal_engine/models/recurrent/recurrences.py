@@ -21,7 +21,7 @@ Recurrence = Callable[..., tuple[mx.array, mx.array]]
 Launch = Callable[[StateCache, str, Mapping[str, Any]], mx.array | None]
 """Function of a cache, the name of its array and the arguments of mlx-lm's function. Returns the output [N, 1, ...].
 
-Returns None if no kernel supports the shape. It has then taken nothing from the cache.
+Returns None if no kernel supports the arguments. The function has then read and changed nothing in the cache.
 """
 
 
@@ -46,7 +46,7 @@ class _Signature:
 
 
 def _launch_gated_delta(cache: StateCache, name: str, arguments: Mapping[str, Any]) -> mx.array | None:
-    """Run :func:`mlx_lm.models.gated_delta.gated_delta_update` over packed rows."""
+    """Run :func:`mlx_lm.models.gated_delta.gated_delta_update` over packed rows. See :data:`Launch`."""
     if cache.metal is None or arguments["mask"] is not None:
         return None
     q, k, v = (arguments[arg].squeeze(1) for arg in ("q", "k", "v"))
@@ -63,7 +63,7 @@ def _launch_gated_delta(cache: StateCache, name: str, arguments: Mapping[str, An
 
 
 def _launch_ssm_update(cache: StateCache, name: str, arguments: Mapping[str, Any]) -> mx.array | None:
-    """Run :func:`mlx_lm.models.ssm.ssm_update` over packed rows."""
+    """Run :func:`mlx_lm.models.ssm.ssm_update` over packed rows. See :data:`Launch`."""
     if cache.metal is None or arguments["mask"] is not None or arguments["lengths"] is not None:
         return None
     x, B, C, dt = (arguments[arg].squeeze(1) for arg in ("hidden_states", "B", "C", "dt"))

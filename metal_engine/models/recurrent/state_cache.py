@@ -1,8 +1,8 @@
 """Cache through which mlx-lm's models use a layer's recurrent state.
 
-A module of mlx-lm takes an array from its cache, computes with it over its rows, and stores the new array. Over a paged
-pool, the array taken is a placeholder and the array stored is ignored. Instead, the function that needs the state (a
-convolution or a recurrence) gets the state from this cache, by segments.
+A module of mlx-lm reads an array from its cache, computes the new array over its rows, and stores it. Over a paged
+pool, the array that the module reads is a placeholder, and the array that it stores is ignored. Instead, the function
+that needs the state (a convolution or a recurrence) reads and writes the states of the step's segments in this cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from metal_engine.recurrence.metal import MetalRecurrence
 
 
 class OwnedState(mx.array):
-    """Placeholder for an array of a state cache. A recurrence finds the cache through it."""
+    """Placeholder for an array of a state cache. A recurrence finds the cache and the array's name in it."""
 
     def __init__(self, dtype: mx.Dtype, owner: StateCache, name: str) -> None:
         super().__init__(mx.zeros((1,), dtype))
@@ -35,7 +35,7 @@ class StateCache:
     """Replacement for mlx-lm's ``ArraysCache`` over one layer's states.
 
     Attributes:
-        convolved: names of the arrays that convolutions store (:meth:`convolve`).
+        convolved: names of the arrays that :meth:`convolve` reads and writes. Modules read empty arrays instead.
     """
 
     # mlx-lm reads these two attributes. Packed rows have no padding.
@@ -79,7 +79,7 @@ class StateCache:
 
     @property
     def keys(self) -> mx.array:
-        """Keys for a rank of a pipeline, see :attr:`metal_engine.models.layer_cache.LayerCache.keys`."""
+        """Placeholder for a pipeline's ranks, see :attr:`metal_engine.models.layer_cache.LayerCache.keys`."""
         return mx.zeros((0,))
 
     @keys.setter
@@ -114,7 +114,10 @@ class StateCache:
     # --- states, by segments ---
 
     def take(self, name: str) -> list[mx.array | None]:
-        """Return the initial states of each group of the step, [b, ...]; None for a group that starts requests."""
+        """Return the initial states of each group of the step, [b, ...]; None for a group that starts requests.
+
+        Call one of :meth:`take` and :meth:`take_all` once per step and array, and store all new states afterwards.
+        """
         groups = self.segments.groups
         return self._state.take(name, reads_of(groups), [group.writes for group in groups])
 
@@ -191,7 +194,7 @@ class StateCache:
 
 
 class GroupStates(ArraysCache):
-    """mlx-lm's cache of arrays, for a call of a whole module over one group.
+    """mlx-lm's cache of arrays, for a call of a whole module over one group. ``states`` are the initial states.
 
     Attributes:
         written: index -> array that the module has stored.
