@@ -62,9 +62,10 @@ class AttentionKind:
 class StepAttention(Protocol):
     """Attention of one step: planned once, used by every layer.
 
-    Row r of a request, counted within its segment, attends to key j if j <= context_len + r. With a window w, it also
-    requires j > context_len + r - w. A row of an image whose tokens attend to each other in this layer
-    (:meth:`metal_engine.kv_cache.rows.StepRows.spans_of_layer`) also attends to the later rows of the image.
+    Row r of a request, counted from the request's first row in the step, attends to key j if j <= context_len + r. With
+    a window w, the row attends only to keys with j > context_len + r - w. A row of an image whose tokens attend to each
+    other in this layer (:meth:`metal_engine.kv_cache.rows.StepRows.spans_of_layer`) also attends to the later rows of
+    the image.
     """
 
     def attend(
@@ -128,11 +129,14 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class ReplayableAttention(StepAttention, Protocol):
-    """Attention of a step that allows later steps to be replayed."""
+    """Attention of a step whose work can be planned as arrays for later steps (:class:`ReplayableBackend`)."""
 
     @property
     def work_keys(self) -> Hashable:
-        """Keys of the work plans that a step's layers have used, such as windows. All steps use the same keys."""
+        """Keys of the work plans that the step's layers have used, such as windows. Complete after all layers' calls.
+
+        All steps of a model have equal keys.
+        """
         ...
 
 

@@ -138,13 +138,16 @@ class BackendChoice:
     def for_index(
         self, chosen: ChosenAttention, index: IndexKind, block_size: int, agree: Agree = lambda what, number: number
     ) -> ChosenAttention:
-        """Select what computes the selection of keys, and attention to them. Tries the kernels.
+        """Select whether kernels or MLX's operations select keys and attend to selected keys. Tries the kernels.
 
         Args:
             chosen: result of :meth:`for_layers`.
             index: index of the model.
             block_size: tokens of a block.
             agree: returns the maximum of a number over all ranks. All ranks use the kernels, or no rank.
+
+        Returns:
+            ``chosen`` if the kernels work on all ranks or are not used, else a choice without the index kernels.
         """
         metal = chosen.metal
         if metal is None or metal.index_kernels is None:
@@ -182,7 +185,7 @@ class BackendChoice:
         decide: Decide = lambda what, own: own(),
         agree: Agree = lambda what, number: number,
     ) -> ChosenAttention:
-        """Return the attention backend with the fastest cut for each kind of layer.
+        """Return the attention backend with the fastest cut for each kind of layer. Return ``chosen`` without a tuner.
 
         Args:
             chosen: result of :meth:`for_layers`.
@@ -224,7 +227,7 @@ class BackendChoice:
         )
 
     def _without_tensor_ops(self, kind: AttentionKind, error: KernelFailedError) -> BackendChoice:
-        """Return this choice without tensor operations, and log why."""
+        """Return a copy of this choice without tensor operations, and log the error as a warning."""
         assert self.metal is not None
         logger.warning(
             "the metal attention kernel %s, for layers with %s; trying without Metal's tensor operations, with which "
@@ -238,7 +241,7 @@ class BackendChoice:
         )
 
     def _report(self, kind: AttentionKind, block_size: int, error: KernelFailedError) -> None:
-        """Log an error with all details. If no other backend may compute the layer, raise it."""
+        """Log an error with all details. Raise UnsupportedAttentionError if no other backend may compute the layer."""
         logger.error(
             "the metal attention kernel %s, for layers with %s, block size %d; %s. Please report this with the output "
             "of `metal-engine doctor MODEL`:\n%s",
@@ -265,7 +268,7 @@ def _unsupported_property(kind: AttentionKind, block_size: int) -> str:
 
 
 def _all_work(metal: MetalBackend, kinds: Iterable[AttentionKind], block_size: int) -> bool:
-    """Return True if the kernel works for all kinds of layers with their cuts."""
+    """Return True if the kernel works for all kinds of layers with their cuts. Log the first failure."""
     for kind in kinds:
         try:
             try_kernel(metal, kind, block_size)

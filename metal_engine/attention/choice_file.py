@@ -108,7 +108,7 @@ class TunedChoiceFile:
         self.path = folder / f"{digest[:16]}.json"
 
     def read(self) -> dict[str, TunedChoice]:
-        """Return the choices by name of the kind of layer; empty if there is no file for this machine."""
+        """Return the choices by name of the kind of layer; empty if there is no usable file. Log a damaged file."""
         try:
             return self._load()
         except _UNUSABLE as error:
@@ -118,8 +118,8 @@ class TunedChoiceFile:
     def add(self, choices: Mapping[str, TunedChoice]) -> dict[str, TunedChoice]:
         """Add choices to the file. Return the file's choices for the same kinds of layers.
 
-        If another process has stored a choice, that choice is returned. The file is replaced atomically. Write errors
-        are logged.
+        If another process has already stored a choice for a kind of layer, its choice is kept and returned. The file is
+        replaced atomically. Write errors are logged.
         """
         kept: dict[str, TunedChoice] = {}
         with suppress(*_UNUSABLE):

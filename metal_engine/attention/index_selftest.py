@@ -2,7 +2,7 @@
 
 A step with a decode and a chunk selects among many equal scores. All numbers of the index are small integers, so that
 sums are exact in any order. The kernels must select the same keys as MLX's operations. Attention to these keys is then
-compared with the portable backend. The list of each row is long enough to be split.
+compared with the portable backend. Each row selects enough keys for the kernel to split its work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import IndexSpec
 from metal_engine.kv_cache.state import IndexState, StateSnapshot
 
-SEGMENTS = [(1, 2499), (40, 590), (1, 29)]  # (tokens, context tokens); rows of the chunk see more or fewer keys
+# (tokens, context tokens) of each request. Some rows of the chunk see more than TOP_K keys, and some fewer.
+SEGMENTS = [(1, 2499), (40, 590), (1, 29)]
 TOP_K = 600  # keys
 
 
@@ -53,7 +54,7 @@ class IndexKind:
 
 
 def unsupported_index(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKind], block_size: int) -> str:
-    """Return the property of a model's index or latents that the kernels do not support, or an empty string."""
+    """Return the property of a model's index or layers that the kernels do not support, or an empty string."""
     queries, _ = random_index(index, shuffled_rows([(1, 0)], block_size))
     assert metal.index_kernels is not None
     if why := metal.index_kernels.unsupported(queries, index.spec, block_size):
@@ -64,7 +65,7 @@ def unsupported_index(metal: MetalBackend, index: IndexKind, kinds: Sequence[Att
 def selecting_kinds(
     metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKind], block_size: int
 ) -> list[AttentionKind]:
-    """Return the kinds of layers that attend to selected keys in the kernel."""
+    """Return the kinds of layers for which the kernel can compute attention to keys that this index selects."""
 
     def is_supported(kind: AttentionKind) -> bool:
         try:
@@ -78,7 +79,7 @@ def selecting_kinds(
 
 
 def tried_size(size: SelectionSize) -> SelectionSize:
-    """Return a size at which the steps of the trial select keys."""
+    """Return ``size`` with TOP_K keys, so that some rows of SEGMENTS see more keys than they select."""
     return replace(size, top_k=TOP_K // size.block_size)
 
 

@@ -12,10 +12,12 @@ MiniMax's index selects for each KV head, by ``queries[r, h] . index_keys[j]``. 
 last blocks, and the blocks of the keys with the largest scores.
 
 If scores are equal, the index selects the lowest positions. The selection is then the same on any device and with any
-chunks. The rows of a request with few keys attend to all keys: a backend computes these rows as in other layers.
+chunks. If a request has no more keys than a row selects, its rows attend to all keys: a backend computes these rows as
+in other layers.
 
-The other requests are planned once per step, in tiles of rows. A tile has one request with many rows, or several
-requests with few rows each, such as decodes. Memory is limited to a few tiles of scores, for contexts of any length.
+The rows that select keys are planned once per step, in tiles. A tile has rows of one request with many rows, or of
+several requests with few rows each, such as decodes. Memory is limited to a few tiles of scores, for contexts of any
+length.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
     from metal_engine.attention.backend import StepAttention
 
 NOT_SEEN = -1  # replaces the position of a selected key that the row may not see
-# A tile of all keys is smaller than a tile of scores by this factor, because it is held in several arrays of 64 bits.
+# A tile has at most ``Limits.scores`` / _SORTED_ARRAYS scores, because the selection holds several arrays with 64 bits
+# for each score.
 _SORTED_ARRAYS = 4
 
 
@@ -87,7 +90,7 @@ class IndexQueries:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Keys of requests, uploaded at first use.
+    """Keys of the T requests of a tile. Their slots are uploaded at first use.
 
     Attributes:
         step: rows of the step.
@@ -111,8 +114,9 @@ class Tile:
     """R rows of each of T requests, which select among S keys. Padding repeats a request's last row and last key.
 
     Attributes:
-        packed: packed row of each row, [T * R].
-        own_positions: position of each row, [T, R].
+        packed: index of each row among the step's packed rows, [T * R].
+        own_positions: position of each row in its request, [T, R].
+        keys: keys of the requests, at least S for each.
         num_keys: S.
         is_group: True for a tile of one or more requests with few rows each, such as decodes. Backends then compute
             each row as if it were the only row of the step.
@@ -154,6 +158,7 @@ class SelectionPlan:
     Attributes:
         dims: dimensions of the index.
         num_rows: number of packed rows, N.
+        limits: limits of the sizes of tiles and of temporary arrays.
         full_step: rows of the requests that attend to all keys, laid out as a step; None if there are no such requests.
         full_rows: indices of the packed rows in ``full_step``, [M]; None if there are no such requests.
         tiles: tiles of the rows that select keys.
@@ -170,7 +175,10 @@ class SelectionPlan:
     _attention: dict[Hashable, StepAttention] = field(default_factory=dict)
 
     def full_attention(self, owner: object, for_step: Callable[[StepRows], StepAttention]) -> StepAttention:
-        """Return the attention of ``full_step``, created once for each ``owner``: the attention of the whole step."""
+        """Return the attention of ``full_step``. Its first call for an ``owner`` creates it with ``for_step``.
+
+        ``owner`` is the attention of the whole step.
+        """
         assert self.full_step is not None
         if id(owner) not in self._attention:
             self._attention[id(owner)] = for_step(self.full_step)
@@ -194,7 +202,10 @@ class KeySelection:
     sorted_size: SelectionSize | None = None
 
     def by_row(self) -> np.ndarray:
-        """Return the selected positions of each packed row, [N, G, K] int32. -1 for no key, and for other requests."""
+        """Return the selected positions of each packed row, [N, G, K] int32. Evaluates the selection.
+
+        -1 stands for no key. Rows of requests that attend to all keys have only -1.
+        """
         shape = self.positions[0].shape[2:]
         found = np.full((self.plan.num_rows, *shape), NOT_SEEN, np.int32)
         for tile, positions in zip(self.plan.tiles, self.positions, strict=True):
@@ -203,7 +214,14 @@ class KeySelection:
 
 
 def plan_selection(rows: StepRows, num_keys: int, dims: Dims, limits: Limits | None = None) -> SelectionPlan | None:
-    """Divide a step's rows for an index. Return None if no request has more than ``num_keys`` keys."""
+    """Divide a step's rows for an index. Return None if no request has more than ``num_keys`` keys.
+
+    Args:
+        rows: rows of the step.
+        num_keys: number of keys that a row selects.
+        dims: dimensions of the index.
+        limits: limits of the sizes of tiles; None for the device's defaults.
+    """
     is_selecting = rows.seq_lens > num_keys
     if not is_selecting.any():
         return None
@@ -230,7 +248,7 @@ def plan_selection(rows: StepRows, num_keys: int, dims: Dims, limits: Limits | N
 
 
 _PlannedTile = tuple[np.ndarray, Tile]
-"""Packed row of each row of a tile, [T * R], -1 for padding; and the tile."""
+"""Index of each row of a tile among the packed rows, [T * R], -1 for padding; and the tile."""
 
 
 def _group(rows: StepRows, segments: list[RowSegment]) -> _PlannedTile:

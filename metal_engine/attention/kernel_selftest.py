@@ -82,6 +82,7 @@ def try_images(metal: MetalBackend, kind: AttentionKind, block_size: int) -> Non
     Has the arguments of :func:`try_kernel`.
 
     Raises:
+        UnsupportedAttentionError: the kernel does not support the shape.
         KernelFailedError: the kernel does not build or run here, or its results are wrong.
     """
     spans = ImageSpans(np.array(_SPANS, np.int32), "every layer")
@@ -99,7 +100,7 @@ def _compare(backend: MetalBackend, kind: AttentionKind, rows: StepRows, step: s
 
 @contextmanager
 def running() -> Iterator[None]:
-    """Raise KernelFailedError for errors of kernels within a ``with`` block."""
+    """Convert errors of kernels within a ``with`` block to KernelFailedError, and discard errors that streams keep."""
     try:
         yield
     except UnsupportedAttentionError:
@@ -119,7 +120,7 @@ def check_rows(out: np.ndarray, expected: np.ndarray, kind: AttentionKind, step:
 
 
 def selftest_steps(metal: MetalBackend) -> list[tuple[list[tuple[int, int]], MetalBackend]]:
-    """Return the steps that run all variants which serving uses, and the backend of each.
+    """Return the steps that together run all variants that serving uses, and the backend for each step.
 
     A step is a list of (tokens, context tokens) of its requests.
     """
@@ -159,7 +160,10 @@ def attend_random(
     state: KVState,
     selection: KeySelection | None = None,
 ) -> np.ndarray:
-    """Compute attention, [N, Hq, Dv] float32. For latents, only the columns of the value are returned."""
+    """Compute attention of random queries, [N, Hq, Dv] float32. For latents, return only the value's columns.
+
+    Raises MLX's errors of building and running the operations.
+    """
     queries, sinks = random_queries(kind, rows.num_tokens), random_sinks(kind)
     out = attend_kind(backend.for_step(rows), kind, queries, state, sinks, selection)
     if kind.spec.latent_dim is not None:

@@ -46,7 +46,9 @@ class MixedStep:
 
 @dataclass
 class MixedBackend:
-    """Backend that divides layers between two backends. The division is fixed: an error in a step fails that step.
+    """Backend that divides layers between two backends.
+
+    The division is fixed: if one backend fails in a step, the step fails.
 
     Attributes:
         metal: backend of the Metal kernel.

@@ -52,7 +52,8 @@ _NUM_RUNS = 3
 _LEAST_SECONDS = 1e-9  # used if the clock has not advanced
 # Largest ratio of a candidate's time to the best time for which the candidate wins. Smaller gains may be noise.
 WORTH_CHANGING = 0.97
-# Largest such ratio for MLX's operations. They exclude replay of decode steps, and their rounding depends on the batch.
+# The same ratio for MLX's operations. Layers that use them prevent replay of decode steps, and their rounding depends
+# on the batch.
 WORTH_LEAVING_KERNEL = 0.5
 
 
@@ -88,7 +89,8 @@ class Tuner:
 
         Args:
             metal: backend of the kernel.
-            kinds: kinds of layers that the kernel computes, the most important first.
+            kinds: kinds of layers that the kernel computes, the most important first. Each missing kind is measured for
+                an equal part of the time that is left.
             block_size: tokens of a block.
             may_use_mlx: True if MLX's operations may be chosen.
         """
@@ -117,7 +119,7 @@ class _OfKind:
     """Measurements for one kind of layer.
 
     Args:
-        seconds: time limit.
+        seconds: time limit in seconds.
 
     Attributes:
         spent: seconds that the measurements have taken.
@@ -141,7 +143,7 @@ class _OfKind:
         self._longest = 0.0  # seconds of the slowest candidate
 
     def choose(self, *, may_use_mlx: bool) -> TunedChoice:
-        """Return the best choice found within the time limit."""
+        """Return the best choice found within the time limit; the default if the default cannot be measured in time."""
         speedup = 1.0
         if self._timed("the default", self._prepare) is None:
             return TunedChoice()
@@ -189,7 +191,7 @@ class _OfKind:
             self._longest = max(self._longest, seconds)
 
     def _prepare(self) -> float:
-        """Create the steps, with K and V, and measure their default times."""
+        """Create the steps with K and V, and set the length of their runs from times with the default cut. Return 1."""
         assert isinstance(self._state, KVState)
         bytes_per_block = self._state.spec.bytes_per_token * self._block_size
         most_blocks = max(1, _KV_BYTES // bytes_per_block)
@@ -233,7 +235,10 @@ class _OfKind:
         return total / len(self._steps)
 
     def _seconds(self, backend: AttentionBackend, step: _Step) -> float:
-        """Return the time of one run with host planning. Each layer depends on the previous layer."""
+        """Return the seconds of one run, with planning on the host. Each layer depends on the previous layer.
+
+        Raises _OutOfTimeError if the time limit is reached before the run.
+        """
         assert isinstance(self._state, KVState)
         start = self._clock()
         if self.spent + start - self._began > self._most_seconds:

@@ -65,7 +65,7 @@ class _Launch:
 
 @dataclass
 class MetalStep:
-    """One step's work. Layers of a kind share tables and launch parameters, and only the first of them is checked."""
+    """Attention of one step. Layers of a kind share tables and launch parameters, and only the first one is checked."""
 
     rows: StepRows
     backend: MetalBackend
@@ -107,6 +107,10 @@ class MetalStep:
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`.
 
         For a selection, the kernel needs sorted positions for each KV head. MLX's operations compute other selections.
+
+        Raises:
+            UnsupportedAttentionError: the kernel does not support the shape.
+            ValueError: the arrays do not match each other or the step.
         """
         if selection is not None:
             size = selection.sorted_size
@@ -144,7 +148,10 @@ class MetalStep:
         sinks: mx.Dtype | None,
         chunk: int | None,
     ) -> _Launch:
-        """Check a layer's call, and return the launch for all layers with equal arguments."""
+        """Check a layer's call, and return the launch for all layers with equal arguments.
+
+        ``sinks`` is the type of the attention sinks; None without sinks.
+        """
         has_images = self.rows.spans_of_layer(window) is not None
         kind = self.backend.kind_of(shape_key(q, state), window is not None, bool(softcap), sinks, has_images)
         shape = kind.shape
@@ -263,7 +270,7 @@ class MetalBackend:
         )
 
     def constant(self, values: list[float] | list[int], dtype: mx.Dtype) -> mx.array:
-        """Return a small array that layers and steps share."""
+        """Return an array with these values. Layers and steps share it: each array is created once."""
         key = (*values, dtype)
         if key not in self._constants:
             self._constants[key] = mx.array(values, dtype)
@@ -290,6 +297,8 @@ class MetalBackend:
         """Return the shape, variant and template arguments of a kind of layer. Each kind is computed once.
 
         Args:
+            key: result of :func:`shape_key`.
+            sinks: type of the attention sinks; None without sinks.
             has_images: True if rows of images attend to later rows.
             is_selected: True for attention to selected keys. All work items are then direct items
                 (:mod:`metal_engine.attention.metal.variants`), because staged items do not support selected keys.
@@ -308,7 +317,7 @@ class MetalBackend:
         return kind
 
     def work_of(self, kind: AttentionKind, block_size: int, cut: Cut) -> Hashable:
-        """Return a key of the GPU's work for a kind of layer. Cuts with equal keys have equal launches."""
+        """Return a key for the GPU's work on a kind of layer with a cut. Cuts with equal keys have equal launches."""
         shape = make_shape(kind.dtype, kind.num_heads, kind.spec, block_size)
         uses_tensor_ops = self.has_tensor_ops and fits_tensor_ops(shape, cut)
         return variant_of(shape, cut), cut.threadgroups_per_core, uses_tensor_ops

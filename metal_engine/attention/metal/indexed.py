@@ -8,9 +8,9 @@ Each kernel runs once per tile of a :class:`~metal_engine.attention.indexed.Sele
     selected_latents           the same for decodes with many heads over latents
     merge_splits               if the lists are split
 
-Lists are planned as contexts: each row is a decode whose context is its list. A list of a tile of several requests is
-split as if the row were alone, so that a decode has the same bits in every batch. The lists of a long chunk share the
-device.
+A list has the positions of the keys that one row has selected. Lists are planned as contexts: each row is a decode
+whose context is its list. In a tile of one or more requests with few rows, a list is split as if its row were alone, so
+that a decode has the same bits in every batch. The lists of a long chunk share the device.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class TileTables:
 
     Attributes:
         tile: the tile.
-        rows: (packed row, position, request) of each row, [T * R, 3].
-        lists: (packed row, request) of each row, [T * R, 2].
+        rows: (packed row, position, request) of each row, [T * R, 3] int32.
+        lists: (packed row, request) of each row, [T * R, 2] int32.
     """
 
     tile: Tile
@@ -140,6 +140,10 @@ class IndexKernels:
         """Return the positions of the keys that the rows of a tile select. G is 1, or the heads of an index of blocks.
 
         Args:
+            tables: tables of the tile.
+            index: queries of the index.
+            state: keys of the index.
+            block_table: block table of the step, on the device.
             target: approximate number of threadgroups that compute scores.
         """
         tile, size = tables.tile, index.size
@@ -155,7 +159,11 @@ class IndexKernels:
         return keys_of_blocks(blocks, tile.positions[..., None], size.block_size)
 
     def _largest(self, scores: mx.array, rows: mx.array, top_k: int) -> mx.array:
-        """Return the positions of the largest scores, [rows, S] float32 -> [rows, top_k] int32."""
+        """Return the positions of the largest scores, [rows, S] float32 -> [rows, top_k] int32, rising.
+
+        The second column of ``rows`` is the last position that each row sees. A row that sees fewer positions has -1 at
+        the end.
+        """
         num_rows, num_scores = scores.shape
         (positions,) = self._select(
             inputs=[scores, rows, mx.array([num_scores, top_k], mx.int32)],
@@ -223,7 +231,7 @@ class _ListItems:
 
 @dataclass
 class SelectedRows:
-    """Tables of the tiles of one step, created once for all layers."""
+    """Tables and work items of the tiles of one step, created once for all layers."""
 
     _tables: dict[int, TileTables] = field(default_factory=dict)
     _items: dict[tuple[Hashable, ...], _ListItems] = field(default_factory=dict)
@@ -238,7 +246,16 @@ class SelectedRows:
     def attention(
         self, step: MetalStep, kind: Kind, q: mx.array, state: KVState, scale: float, size: SelectionSize
     ) -> AttendTile:
-        """Return the function that computes a layer's attention of a tile to selected keys."""
+        """Return the function that computes a layer's attention of a tile to selected keys.
+
+        Args:
+            step: attention of the step.
+            kind: kind of the layer.
+            q: queries of the step, [N, Hq, D].
+            state: keys and values of the layer.
+            scale: factor of the scores.
+            size: number of keys that a row selects.
+        """
 
         def attend(tile: Tile, positions: mx.array) -> list[mx.array]:
             return [self._attend(step, kind, q, state, scale, size, tile, positions)]
@@ -306,7 +323,10 @@ class SelectedRows:
         return self._ranges[key]
 
     def _list_items(self, kind: Kind, tile: Tile, size: SelectionSize, target: int) -> _ListItems:
-        """Return the work items of a tile's lists: each list is the context of one decode."""
+        """Return the work items of a tile's lists: each list is planned as the context of one decode.
+
+        ``target`` is the approximate number of threadgroups into which a list is split.
+        """
         variant, group, num_kv_heads = kind.variant, kind.shape.group, kind.shape.num_kv_heads
         key = (id(tile), size, group, num_kv_heads, variant.bk, variant.tile_rows, target)
         if key not in self._items:

@@ -52,6 +52,8 @@ def make_kind(
     """Return the properties of a kind of layer. Raises UnsupportedAttentionError for an unsupported shape.
 
     Args:
+        shape: shape of the layers' attention.
+        cut: cut of the kernel's work.
         has_images: True if rows of images attend to later rows.
     """
     check_supported(shape)

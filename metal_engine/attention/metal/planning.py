@@ -55,7 +55,7 @@ MAX_SPLITS = 128
 
 @dataclass(frozen=True)
 class WorkItems:
-    """Work of a step for layers of one kind."""
+    """Work of a step for layers of one kind (see the module's docstring)."""
 
     table: np.ndarray  # [num_items, ITEM_FIELDS] int32, or IMAGE_ITEM_FIELDS
     rows: np.ndarray  # [N * group, 3] int32, for the merge: first partial row, splits, partial rows between splits
@@ -87,7 +87,7 @@ def plan_work_items(
         chunk: size in tokens of the chunks within which the layer attends, or None.
         target_threadgroups: approximate number of threadgroups into which a request is split, if the splits stay long
             enough.
-        key_step: keys of a stage. Splits begin at multiples of it after the range's first key.
+        key_step: keys of a stage. The distance from a tile's first key to the start of a split is a multiple of this.
         tile_rows: maximum rows of an item.
     """
     tiles, begins = _cut_tiles(step, group, tile_rows, window, chunk)
@@ -117,7 +117,10 @@ def plan_work_items(
 def _cut_tiles(
     step: StepRows, group: int, tile_rows: int, window: int | None, chunk: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return an item for each whole tile in row order, [T, ITEM_FIELDS] int32, and each request's first tile, [B]."""
+    """Return an item for each unsplit tile in row order, [T, ITEM_FIELDS] int32, and each request's first tile, [B].
+
+    The items have IMAGE_ITEM_FIELDS fields if rows of images attend to later rows.
+    """
     spans = step.spans_of_layer(window)
     if chunk is not None and spans is not None:
         raise ValueError("images whose tokens attend to each other are not supported within chunks of the context")
@@ -220,5 +223,8 @@ def _split_tiles(
 
 
 def _longest_first(table: np.ndarray) -> np.ndarray:
-    """Sort items by length. The GPU starts threadgroups in order, and a long one started last would run alone."""
+    """Return the items, those with the most keys first.
+
+    The GPU starts threadgroups in order, and a long one that started last would run alone.
+    """
     return table.take((table[:, 3] - table[:, 4]).argsort(kind="stable"), 0)

@@ -1,9 +1,9 @@
 """Attention of decodes with many query heads to selected latents: each latent is read once for all heads.
 
-``paged_attention_selected`` holds the queries and outputs of at most 24 heads in registers, so each 24 heads read the
-latents again. ``selected_latents`` holds 64 latents in registers, and computes the heads one after another. It
-splits each list into ranges of as many latents, and writes the output of each range. It computes
-the rows of decodes and drafts. The ranges of a long chunk would take too much memory.
+``paged_attention_selected`` holds the queries and outputs of at most 24 heads in registers, so each group of 24 heads
+reads the latents again. ``selected_latents`` holds 64 latents in registers, and computes the heads one after another.
+It splits the list of a row's selected latents into ranges of 64, and writes the output of each range. It computes only
+the rows of decodes and drafts. The outputs of the ranges of a long chunk would take too much memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RANGE_KEYS = SLOTS * 4 * 8  # latents that a threadgroup holds in registers
 def reads_latents_once(kind: Kind) -> bool:
     """Return True if this kernel computes a kind of layer.
 
-    ``paged_attention_selected`` reads latents once, too, if one tile has all heads. It also computes quantized latents,
-    and float32, whose queries do not fit into threadgroup memory here.
+    ``paged_attention_selected`` computes all other kinds. It also reads latents once if one tile has all heads. This
+    kernel supports no quantized latents, and no float32, whose queries do not fit into its threadgroup memory.
     """
     shape = kind.shape
     return shape.is_latent and not shape.bits and shape.dtype.size == 2 and shape.num_heads > kind.variant.tile_rows
@@ -36,7 +36,7 @@ def reads_latents_once(kind: Kind) -> bool:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ranges of the lists of a tile, on the device.
+    """Ranges of the lists of a tile, on the device. A list has the positions of the latents that one row has selected.
 
     Attributes:
         num_items: number of ranges.
@@ -54,6 +54,7 @@ def plan_ranges(lengths: np.ndarray, num_heads: int) -> Ranges:
 
     Args:
         lengths: number of keys of each list, [lists].
+        num_heads: number of query heads, H.
     """
     counts = -(-lengths // RANGE_KEYS)
     ends = counts.cumsum()
@@ -80,13 +81,16 @@ class SelectedLatents:
         )
 
     def __call__(self, inputs: list[Any], kind: Kind, ranges: Ranges, num_cores: int) -> tuple[mx.array, mx.array]:
-        """Return the outputs of all ranges, [partial rows, Dv], and their log-sum-exps, [partial rows] float32.
+        """Return the outputs of all ranges, [partial rows, Dv] in the layer's type, and their log-sum-exps, float32.
 
-        A threadgroup takes all registers of a core. Spare cores compute some of the heads: each range then has several
-        threadgroups, and each of these reads the latents. Each head has the same bits in any division.
+        The log-sum-exps are in base 2, [partial rows]. A threadgroup takes all registers of a core. If there are more
+        cores than ranges, several threadgroups divide the heads of a range, and each of them reads the latents. The
+        results of a head have the same bits in any division.
 
         Args:
             inputs: arrays of the kernel's inputs, in their order.
+            kind: kind of layer for which :func:`reads_latents_once` is True.
+            ranges: ranges of the rows' lists.
             num_cores: approximate number of cores of the GPU.
         """
         shape = kind.shape

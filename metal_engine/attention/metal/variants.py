@@ -30,7 +30,7 @@ STAGE_BYTES = 26 << 10  # maximum threadgroup memory for staged keys and the par
 # Maximum fragments of the output in a SIMD group, and also of the queries, if all SIMD groups share the columns. In
 # float32, a fragment takes two registers of every lane.
 MANY_FRAGMENTS = 20
-# The same maximum if more SIMD groups could share the columns. Head dims from 148 on are therefore divided.
+# The same maximum while the columns can be divided among more SIMD groups. Head dims from 148 on are therefore divided.
 SHARED_FRAGMENTS = 18
 # MANY_FRAGMENTS for 16-bit types. It is larger, so that items of wide heads can have more rows. With fewer rows, the
 # keys would be read twice.
@@ -165,7 +165,10 @@ def check_supported(shape: AttentionShape) -> None:
 
 
 def _check_quantized(shape: AttentionShape, refuse: Callable[[str], None]) -> None:
-    """Refuse shapes in which a group would begin or end within a chunk of loads (attention_quantized.metal)."""
+    """Call ``refuse`` for shapes in which a group of columns that share a scale would end within a chunk of loads.
+
+    A chunk is four loads (attention_quantized.metal).
+    """
     if shape.bits not in QUANTIZED_BITS or shape.group_size not in QUANTIZED_GROUPS:
         refuse(f"integers must have {' or '.join(map(str, QUANTIZED_BITS))} bits, in groups of 64 or 32")
     if shape.head_dim % shape.group_size or (not shape.is_latent and shape.v_head_dim % shape.group_size):

@@ -32,7 +32,7 @@ _WorkKey = tuple[int | None, Dims, int | None]  # window, dimensions, and chunk 
 
 @dataclass
 class PortableStep:
-    """Index arrays and masks of one step. Holds no arrays of layers, so that writes to those arrays stay in place."""
+    """Index arrays and masks of one step. Holds no layer's K or V, so that writes to K and V stay in place."""
 
     rows: StepRows
     limits: Limits
@@ -111,7 +111,7 @@ class PortableStep:
         sinks: mx.array | None,
         last: list[mx.array],
     ) -> tuple[list[mx.array], list[mx.array]]:
-        """Return [T * R, Hq, Dv] for each of the unit's queries, and the arrays that are computed last."""
+        """Return the outputs of the unit's queries, [T * R, Hq, Dv] each, and the arrays that are computed last."""
         num_kv_heads = state.spec.num_kv_heads
         query_tiles = [part.of(queries, num_kv_heads) for part in unit.queries]
         states = [_initial_state(sinks, part, num_kv_heads) for part in unit.queries]
@@ -171,8 +171,8 @@ def _finish(state: SoftmaxState | None, queries: Queries, num_heads: int) -> mx.
 class PortableBackend:
     """The portable backend, see the module's docstring. Runs wherever MLX runs.
 
-    On a CPU, it uses ``CPU_LIMITS``, with which decodes may read runs of slots directly and groups may use two streams,
-    and a vectorized exponential. These settings are selected when the backend is created.
+    On a CPU, it uses a vectorized exponential, and ``CPU_LIMITS`` by default: decodes may then read runs of slots
+    directly, and groups may use two streams. These settings are selected when the backend is created.
     """
 
     name = "mlx"
@@ -208,12 +208,12 @@ def _decodes_as_arrays(
 ) -> list[mx.array] | None:
     """Return the keys that each row reads, and a mask of the keys that it sees, in arrays of sizes that steps share.
 
-    Every packed row forms a request of one row here, regardless of the request that it belongs to. All rows are padded
-    to the same number of keys (the drawing in ``planning`` shows such a group).
+    Every packed row is treated as a request with one row, even if several rows belong to one request. All rows are
+    padded to the same number of keys (the drawing in ``planning`` shows such a group).
 
     Returns:
-        [N, Hkv, S] int32 for ``KVState.read_heads``, and [N, 1, 1, 1, S] float32, 0 or ``MASKED``. None if there are
-        more keys than a group may gather at once.
+        Indices for ``KVState.read_heads``, [N, Hkv, S] int32, and the mask, 0 or ``MASKED``, [N, 1, 1, 1, S] float32.
+        None if there are more keys than a group may gather at once.
     """
     last = rows.positions[:, None]  # [N, 1]
     first = np.zeros_like(last) if window is None else np.maximum(0, last - (window - 1))

@@ -39,9 +39,14 @@ class Dims:
 
 @dataclass(frozen=True)
 class RowSegment:
-    """Rows of one request in a step, and the absolute positions [key_start, key_end) that they see.
+    """Rows of one request in a step, and the range of keys that they see.
 
     Attributes:
+        request: index of the request.
+        start: first packed row.
+        num_rows: number of rows.
+        key_start: absolute position of the first key that a row sees.
+        key_end: absolute position after the last row, where the rows' keys end.
         is_bidirectional: True if the rows are an image and each of them sees the keys up to ``key_end``.
     """
 
@@ -62,7 +67,7 @@ class RowSegment:
 
 
 def _cost(num_rows: int, num_keys: int) -> int:
-    """Return the cost of one request in a group. Gathering a key takes about as long as scoring it for three rows."""
+    """Return the cost of one request in a group, in scores. Gathering a key takes as long as about three scores."""
     return num_keys * (num_rows + 3)
 
 
@@ -95,7 +100,9 @@ def group_segments(segments: Iterable[RowSegment], dims: Dims, limits: Limits) -
 
 
 def in_lanes(groups: list[list[RowSegment]], dims: Dims, limits: Limits) -> list[tuple[int, list[RowSegment]]]:
-    """Assign groups to lanes 0 and 1. Decodes are divided so that both lanes gather about the same number of keys.
+    """Assign groups to two streams, called lanes 0 and 1. Return (lane, group) pairs, in which a group may be divided.
+
+    Decodes are divided so that both lanes gather about the same number of keys.
 
     A gather uses one core, even if BLAS uses more. Groups with several rows stay on lane 0: their products use all
     cores.

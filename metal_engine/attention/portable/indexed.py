@@ -1,7 +1,7 @@
 """Attention to the keys that an index selects, in MLX's operations.
 
-The plan of a step limits memory to a few tiles of scores. The operations of a part therefore depend on the result of
-the part before it.
+Memory is limited to a few tiles of scores. The operations of a tile, or of a part of it, therefore depend on the
+previous result, so that MLX does not compute several of them at once.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ def select_keys(
     """Select the keys of a layer. Builds the graph and evaluates nothing.
 
     Args:
+        plan: plan of the step.
+        index: queries of the index.
+        state: keys of the index, which include those of this step.
         common: returns the selection that all ranks use.
     """
     selected: list[mx.array] = []
@@ -51,7 +54,10 @@ def select_keys(
 
 
 def _scores(plan: SelectionPlan, tile: Tile, index: IndexQueries, state: IndexState, last: list[mx.array]) -> mx.array:
-    """Return the scores of a tile's blocks, [T, R, G, number of blocks] float32. Local blocks have infinite scores."""
+    """Return the scores of a tile's blocks, [T, R, G, number of blocks] float32, after ``last`` has been computed.
+
+    Local blocks have infinite scores. G is 1 if the heads have weights, else the number of heads.
+    """
     dims, limits, block_size = plan.dims, plan.limits, index.size.block_size
     num_requests, num_rows, _ = tile.positions.shape
     num_keys = tile.slots.shape[1]
@@ -144,7 +150,10 @@ def _attend_tile(
     limits: Limits,
     last: list[mx.array],
 ) -> Iterator[mx.array]:
-    """Yield the output of some rows of a tile after another, [rows, Hq, Dv] float32. ``last`` is the last output."""
+    """Yield the output of a tile in parts, [rows, Hq, Dv] float32. A part is computed after the arrays in ``last``.
+
+    The caller sets ``last`` to the previous part.
+    """
     spec, num_heads = state.spec, queries.shape[1]
     num_kv_heads, (num_selections, num_keys) = spec.num_kv_heads, positions.shape[2:]
     if num_selections not in (1, num_kv_heads):

@@ -77,7 +77,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Unit:
-    """Query rows, and the spans of keys that they attend to."""
+    """Query rows, and the spans of keys that they attend to (see the module's docstring)."""
 
     queries: list[Queries]
     spans: list[Span]
@@ -128,7 +128,7 @@ class SlotRun:
 
 
 def plan_work(rows: StepRows, window: int | None, dims: Dims, limits: Limits, chunk: int | None = None) -> Work:
-    """Divide a step into units and upload their indices and masks."""
+    """Divide a step into units and upload their indices and masks, for layers with this window, chunk size and dims."""
     planner = _Planner(rows, window, dims, limits, chunk)
     small: list[RowSegment] = []
     runs: list[SlotRun] = []
@@ -148,7 +148,11 @@ def plan_work(rows: StepRows, window: int | None, dims: Dims, limits: Limits, ch
 
 
 class _Planner:
-    """Index arithmetic of one step for one window, or for one size of chunks."""
+    """Index arithmetic of one step for one window, or for one size of chunks.
+
+    Methods that return units also record the place of the unit's outputs, for :meth:`order`. Call them in the order of
+    the outputs.
+    """
 
     def __init__(self, rows: StepRows, window: int | None, dims: Dims, limits: Limits, chunk: int | None) -> None:
         self.rows = rows
@@ -313,7 +317,7 @@ class _Planner:
         self.scores_computed += sum(r.end - r.start for r in runs) + len(runs) * num_rest
         rest = bias = None
         if num_rest:
-            # Padding repeats the request's last key, as above.
+            # Padding repeats the request's last key, as in `grouped`.
             positions = np.stack(
                 [
                     np.pad(p, (0, num_rest - len(p)), constant_values=r.segment.key_end - 1)

@@ -1,9 +1,10 @@
 """Decodes that read most of their keys directly from the cache.
 
-All KV heads' K of a token form one row here, [Hkv * D]. A query is zero in the columns of other heads. A run of
-consecutive slots is then a contiguous matrix in the cache, which a product reads directly. Gathering the keys first,
-head by head, would take longer than everything else. The zeros cost little: the product has few rows of queries and
-many keys, so memory bandwidth limits its speed. Keys outside the run are gathered, for all requests together.
+The keys of all KV heads of a token are treated as one row, [Hkv * D]. A query is padded with zeros in the columns of
+other KV heads. A run of consecutive slots is then a contiguous matrix in the cache, which a product reads directly.
+Gathering the keys first, head by head, would take longer than everything else. The zeros cost little: the product has
+few rows of queries and many keys, so memory bandwidth limits its speed. Keys outside the run are gathered, for all
+requests together.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def attend_runs(
         state: state of the layer.
         softcap: softcap of the scores, or None.
         sinks: attention sinks, [Hq]; see :meth:`metal_engine.attention.backend.StepAttention.attend`.
-        last: arrays of the previous computation. MLX computes them first, so that only one computation at a time needs
+        last: results of the previous computation. MLX computes them first, so that only one computation at a time holds
             temporary arrays.
         weights: computes softmax weights.
 
@@ -73,7 +74,7 @@ _Seen = tuple[mx.array, mx.array, mx.array]  # for one request: peak [1, Hq], to
 
 
 def _add(seen: _Seen | None, scores: mx.array, values: mx.array, weights: Weights) -> _Seen:
-    """Add keys as :func:`update` does, with scores by key: [L, Hq]."""
+    """Add L keys as :func:`update` does, with scores by key, [L, Hq]. ``seen`` is None if there are no keys before."""
     peak = mx.max(scores, axis=0, keepdims=True)
     if seen is not None:
         peak = mx.maximum(peak, seen[0])

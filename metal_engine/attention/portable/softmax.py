@@ -1,8 +1,8 @@
 """Softmax over keys that arrive tile by tile, in float32 and base 2.
 
-Stores three values per row: the largest score so far, the sum of 2^(score - largest), and the same sum over values
-(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). The result is the third divided by the
-second.
+Stores three values per row: the largest score so far, the sum of 2^(score - largest), and the sum of the values with
+these weights (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). The result is the weighted
+sum of the values divided by the sum of the weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SoftmaxState(NamedTuple):
 
     peak: mx.array  # [T, Hkv, R * G, 1] largest score
     total: mx.array  # [T, Hkv, R * G, 1] sum of 2^(score - peak)
-    out: mx.array  # [T, Hkv, R * G, Dv] the same sum over values
+    out: mx.array  # [T, Hkv, R * G, Dv] sum of 2^(score - peak) * value
 
 
 def plain_weights(scores: mx.array, peak: mx.array) -> mx.array:
@@ -39,7 +39,13 @@ def cpu_weights(scores: mx.array, peak: mx.array) -> mx.array:
 
 
 def update(running: SoftmaxState | None, scores: mx.array, values: mx.array, weights: Weights) -> SoftmaxState:
-    """Add a tile with scores [T, Hkv, R * G, L] in base 2 and values [T, Hkv, L, Dv]. Leading dimensions may differ."""
+    """Return the state after a tile of L more keys. ``running`` is the state before, None for no keys.
+
+    Args:
+        scores: scores in base 2, [T, Hkv, R * G, L]. Leading dimensions may differ.
+        values: values, [T, Hkv, L, Dv].
+        weights: computes softmax weights.
+    """
     num_keys = scores.shape[-1]
     peak = mx.max(scores, axis=-1, keepdims=True)
     if running is not None:
