@@ -1,19 +1,21 @@
 // The direct way through paged_attention.metal: each SIMD group loads its keys and values itself.
 //
-// It holds HELD key fragments at a time, with the columns of its part, as [keys x columns], and multiplies them with
-// the transposed queries. The transposed scores go through `exchange`, where the parts' scores are added; what comes
-// back is turned. So for a latent the same registers are multiplied as values. With one part no other SIMD group has
-// anything to do with it, and the loop has no barrier; else it has one for the keys that are held.
+// A SIMD group holds HELD key fragments at a time, with the columns of its part, as [keys x columns], and multiplies
+// them with the transposed queries. It writes the transposed scores to `exchange`, and reads the sums of the parts'
+// scores from there as [rows x keys]. For a latent, the registers with keys can therefore be multiplied as values. With
+// one part, a SIMD group reads only its own scores, and the loop has no threadgroup barrier. With more parts, it has
+// one barrier for each HELD key fragments.
 //
 // Each SIMD group has all STRIPS row fragments, so that every key is loaded by one slot only.
 
 constexpr int SLOTS = GROUPS / PARTS;
-// Columns of K up to SPLIT_AT are loaded in pieces of K_COLUMNS, the rest (a latent's position part) of REST_COLUMNS.
+// Columns of K before SPLIT_AT are loaded in pieces of K_COLUMNS columns, and the other columns (a latent's position
+// part) in pieces of REST_COLUMNS.
 constexpr int SPLIT_AT = LATENT ? DV : DK;
 constexpr int K_CHUNKS = divided_up(SPLIT_AT, K_COLUMNS * 4 * PARTS);
 constexpr int REST_CHUNKS = divided_up(DK - SPLIT_AT, REST_COLUMNS * 4 * PARTS);
 constexpr int V_CHUNKS = divided_up(DV, V_COLUMNS * 4 * PARTS);
-constexpr int REST = K_CHUNKS * (K_COLUMNS / 2);             // where the rest's fragments begin
+constexpr int REST = K_CHUNKS * (K_COLUMNS / 2);             // first fragment of the position part
 constexpr int DK_PART = REST + REST_CHUNKS * (REST_COLUMNS / 2);
 constexpr int DV_PART = V_CHUNKS * (V_COLUMNS / 2);
 const int part = SLOTS == 1 ? group : group % PARTS;
@@ -22,7 +24,7 @@ const int slot = SLOTS == 1 ? 0 : group / PARTS;
 simdgroup_matrix<T, 8, 8> queries[STRIPS][DK_PART];          // [columns x rows]
 simdgroup_matrix<float, 8, 8> output[STRIPS * DV_PART];      // [rows x columns]
 float peak[STRIPS], total[STRIPS], sink[STRIPS];
-int sees[STRIPS], sees_end[STRIPS];                          // keys that this lane's row sees
+int sees[STRIPS], sees_end[STRIPS];                          // first key that this lane's row sees, and the end
 #pragma clang loop unroll(full)
 for (int strip = 0; strip < STRIPS; ++strip) {
   const int row = first_row + strip * 8 + lane_row;
@@ -33,8 +35,8 @@ for (int strip = 0; strip < STRIPS; ++strip) {
 #else
   sees_end[strip] = min(key_end, HAS_IMAGES ? max(position + 1, image_end) : position + 1);
 #endif
-  peak[strip] = LOWEST;   // over the keys of this slot
-  total[strip] = 0.0f;    // of this lane's columns only, until the end
+  peak[strip] = LOWEST;   // largest score of the row over the keys of this slot
+  total[strip] = 0.0f;    // sum of weights; over this lane's keys only, until the end
   sink[strip] = LOWEST;
   if (HAS_SINKS && strip * 8 + lane_row < num_rows && partial_row < 0) {
     sink[strip] = float(sinks[kv_head * G + row % G]) * LOG2E;
@@ -60,7 +62,7 @@ for (int strip = 0; strip < STRIPS; ++strip) {
   }
 }
 
-// Queries of this part and lane, of [PARTS, STRIPS, DK_PART, 8 columns, 8 rows]. All slots have the same.
+// Queries of this part and lane in [PARTS, STRIPS, DK_PART, 8 columns, 8 rows]. All slots use the same queries.
 threadgroup T* queries_of_lane =
     (threadgroup T*)(shared + EXCHANGE_BYTES / 16) + uint(part * (STRIPS * DK_PART * 64) + lane_row * 8 + lane_column);
 if (SHARES_QUERIES) {
@@ -81,11 +83,11 @@ constexpr int EXCHANGED = HELD * STRIPS * 64;
 constexpr int STEP = SLOTS * 8;
 const int exchange_to = group * EXCHANGED + lane_column * 8 + lane_row;
 const int exchange_from = slot * PARTS * EXCHANGED + lane_row * 8 + lane_column;
-int parity = 0;  // the half of `exchange` that has the scores of these keys
-// Fragments begin at multiples of 8, and so each lies in one block, unless keys are selected.
+int parity = 0;  // offset of the half of `exchange` that has the scores of these keys
+// Fragments begin at multiples of 8, so each lies in one block, unless keys are selected.
 const int first_key = key_begin / 8 * 8;
-// Of each fragment's first key, or of this lane's own key if keys are selected. Looked up ahead: loads of keys need not
-// wait for it.
+// Slot of each fragment's first key, or of this lane's own key if keys are selected. It is read one iteration early, so
+// that loads of keys need not wait for it.
 int cache_slot[HELD];
 #pragma clang loop unroll(full)
 for (int h = 0; h < HELD; ++h) {
@@ -126,7 +128,7 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
   threadgroup const float* from_parts = exchange + uint(parity + exchange_from);
   #pragma clang loop unroll(full)
   for (int h = 0; h < HELD; ++h) {
-    // Transposed scores, so that keys lie as the product with the weights wants values.
+    // Transposed scores: the keys then have the layout that values need in the product with the weights.
     simdgroup_matrix<float, 8, 8> scores[STRIPS];
     #pragma clang loop unroll(full)
     for (int strip = 0; strip < STRIPS; ++strip) {
@@ -208,8 +210,8 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
     tile_peak = max(tile_peak, simd_shuffle_xor(tile_peak, ushort(1)));
     tile_peak = max(tile_peak, simd_shuffle_xor(tile_peak, ushort(8)));
     const float new_peak = max(peak[strip], tile_peak);
-    // A row that has seen no key yet has weights 2^0; `shrink` makes them 0 when it sees one, and if it sees none
-    // in this slot or split, the merge gives the whole 2^LOWEST = 0.
+    // Until a row has seen a key, its weights are 2^0. When it sees one, `shrink` multiplies the sums by 0. If it sees
+    // no key in this slot or split, the merge multiplies the result of the slot or split by 2^LOWEST = 0.
     const float shrink = fast::exp2(peak[strip] - new_peak);
     peak[strip] = new_peak;
     total[strip] *= shrink;
@@ -224,7 +226,7 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
       for (int e = 0; e < 2; ++e) {
         const T w = T(fast::exp2(scores[h][e] - new_peak + WEIGHT_SHIFT));
         weights[h][strip].thread_elements()[e] = w;
-        total[strip] += float(w);  // the rounded weight, as the product below takes it
+        total[strip] += float(w);  // the rounded weight, which the product below uses
       }
     }
   }

@@ -1,16 +1,17 @@
 // Products on a GPU's matrix units, by Metal's tensor operations (M5 and later, macOS 26.2): [16 x 16] times [16 x 32],
-// by one SIMD group. Of the left matrix a lane holds 8 elements, of the right one and of the sum 16 each. Which ones
-// differs between GPUs, so each element asks for its place; [0] of a place is the column, [1] the row.
+// by one SIMD group. A lane holds 8 elements of the left matrix, 16 of the right matrix and 16 of the sum. Which
+// elements these are differs between GPUs, so the code queries the place of each element. A place is (column, row).
 
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 
 constant constexpr int PRODUCT_ROWS = 16;
 constant constexpr int PRODUCT_INNER = 16;
 constant constexpr int PRODUCT_COLUMNS = 32;
-constant constexpr int LEFT_ELEMENTS = 8;  // of a lane
-constant constexpr int SUM_ELEMENTS = 16;
+constant constexpr int LEFT_ELEMENTS = 8;  // elements of the left matrix in a lane
+constant constexpr int SUM_ELEMENTS = 16;  // elements of the sum in a lane
 
-// The right matrix as it lies in memory is [columns x inner] if TRANSPOSED, else [inner x columns].
+// Returns the place of the lane's element i in the left matrix. In memory, the right matrix is [columns x inner] if
+// TRANSPOSED, else [inner x columns].
 template <typename T, bool TRANSPOSED>
 METAL_FUNC int2 place_in_left(int i) {
   constexpr auto shape = mpp::tensor_ops::matmul2d_descriptor(
@@ -22,6 +23,7 @@ METAL_FUNC int2 place_in_left(int i) {
   return int2(place[0], place[1]);
 }
 
+// Returns the place of the lane's element i in the sum.
 template <typename T, bool TRANSPOSED>
 METAL_FUNC int2 place_in_sum(int i) {
   constexpr auto shape = mpp::tensor_ops::matmul2d_descriptor(
@@ -36,7 +38,8 @@ METAL_FUNC int2 place_in_sum(int i) {
   return int2(place[0], place[1]);
 }
 
-// sum += left * right. `right`: in threadgroup memory, `stride` elements from row to row.
+// Adds the product left * right to the lane's elements of the sum. `lefts`: the lane's elements of the left matrix.
+// `rights`: the right matrix in threadgroup memory, with `stride` elements from one row to the next.
 template <typename T, bool TRANSPOSED>
 METAL_FUNC void add_product(
     thread float* sums, thread const T* lefts, threadgroup const T* rights, int stride) {

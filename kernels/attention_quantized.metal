@@ -1,10 +1,12 @@
-// How the ways through paged_attention.metal read K and V of few bits. Of a row of the cache, WIDTH integers of BITS bits
-// lie in words, the first in the lowest bits; each group of GROUP_SIZE of them has a scale and a bias of type T:
+// Functions with which paged_attention.metal reads quantized K and V. A row of the cache has WIDTH integers of BITS
+// bits, packed into words, the first integer in the lowest bits. Each group of GROUP_SIZE integers has a scale and a
+// bias of type T:
 //
 //     element = integer * scale + bias, in float32, rounded to T once
 //
-// It is computed where it is used: direct items have integers in registers until they are multiplied, staged ones until
-// they are stored. Scales and biases are loaded by one lane each, and go to the others of their group by shuffles.
+// Elements are computed late. Direct items hold integers in registers until they are multiplied. Staged items hold them
+// until they are stored to threadgroup memory. One lane loads a scale or a bias. Shuffles copy it to the other lanes
+// that have elements of the group.
 
 template <int BYTES> struct Packed {};
 template <> struct Packed<2> { typedef ushort type; };
@@ -13,21 +15,21 @@ template <> struct Packed<8> { typedef uint2 type; };
 
 METAL_FUNC uint word(ushort piece, int) { return piece; }
 
-// Element i of a piece.
+// Returns element i of a piece, which is one load of packed integers.
 template <typename T, int BITS, typename P>
 METAL_FUNC T dequantized(P piece, int i, float scale, float bias) {
   const uint integer = (word(piece, i * BITS / 32) >> (i * BITS % 32)) & ((1u << BITS) - 1);
   return T(fma(float(integer), scale, bias));
 }
 
-// Most groups that `columns` columns touch, which are whole chunks, if the first one begins at any chunk or, `aligned`,
-// where a group does.
+// Returns the maximum number of groups that `columns` columns touch. The columns are whole chunks of `chunk` columns.
+// They begin at the start of a group if `aligned`, else at any chunk.
 constexpr int groups_touched(int columns, int chunk, int group_size, bool aligned) {
   return divided_up(columns + (aligned ? 0 : group_size - chunk), group_size);
 }
 
-// A lane's pieces of CHUNKS chunks of a row. The four lanes of the row share out the groups that these touch: lane i of
-// them has the scales and biases of group i, i + 4 and so on.
+// A lane's pieces of CHUNKS chunks of a row. The four lanes of the row divide the groups that these chunks touch: lane
+// i of the four has the scales and biases of group i, i + 4 and so on.
 template <int BITS, int GROUP_SIZE, int COLUMNS, int CHUNKS, int BEGIN> struct LoadedPieces {
   enum : int {
     CHUNK = COLUMNS * 4,
@@ -42,29 +44,30 @@ template <int BITS, int GROUP_SIZE, int COLUMNS, int CHUNKS, int BEGIN> struct L
 
 template <int COLUMNS, int BITS> struct StagedPiece {
   typename Packed<COLUMNS * BITS / 8>::type piece;
-  float number;  // of the threads of a group the first has its scale, the second its bias
+  float number;  // the group's scale in the first thread with a piece of the group, its bias in the second
 };
 
-// K or V of all slots.
+// Quantized K or V of all slots. Used like Rows (attention_rows.metal).
 template <typename T, int WIDTH, int BITS, int GROUP_SIZE> struct QuantizedRows {
   const device uint* words;
   const device T* scales;
   const device T* biases;
 
-  // As of Rows.
+  // Returns the piece of COLUMNS elements that begins at `column` of a row, as Rows::piece.
   template <int COLUMNS>
   const device typename Packed<COLUMNS * BITS / 8>::type* piece(uint row, uint column) const thread {
     typedef typename Packed<COLUMNS * BITS / 8>::type Piece;
     return (const device Piece*)words + (row * (WIDTH / COLUMNS) + column / COLUMNS);
   }
-  // The number of the group of a row that `column` is in.
+  // Returns the index, among the groups of all rows, of the group that `column` of a row is in.
   uint group(uint row, uint column) const thread { return row * (WIDTH / GROUP_SIZE) + column / GROUP_SIZE; }
   template <int COLUMNS, int CHUNKS, int BEGIN>
   using Loaded = LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN>;
   template <int COLUMNS> using Staged = StagedPiece<COLUMNS, BITS>;
 };
 
-// As of Rows; unpack_chunk sets the fragments.
+// Loads this lane's pieces, scales and biases, with the arguments of load_row for Rows. unpack_chunk sets the
+// fragments.
 template <int COLUMNS, int CHUNKS, int PARTS, int BEGIN, int END, typename T, int WIDTH, int BITS, int GROUP_SIZE>
 METAL_FUNC void load_row(
     QuantizedRows<T, WIDTH, BITS, GROUP_SIZE> rows, uint row, int first, int lane_column, bool exists,
@@ -106,14 +109,15 @@ METAL_FUNC void load_row(
   }
 }
 
-// Turns a chunk that load_row has loaded into fragments. `scale` and `bias` are those of the chunk before, and then of this
-// one. All lanes of the SIMD group take part.
+// Converts a chunk that load_row has loaded to fragments. `scale` and `bias` have the values for the chunk before, and
+// are set to the values for this chunk. All lanes of the SIMD group must call it together.
 template <int COLUMNS, int CHUNKS, typename T, int BITS, int GROUP_SIZE, int BEGIN>
 METAL_FUNC void unpack_chunk(
     int chunk, int first, int lane, thread const LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN>& loaded,
     thread float& scale, thread float& bias, thread simdgroup_matrix<T, 8, 8>* fragments) {
   typedef LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN> Loaded;
-  const int offset = Loaded::ALIGNED ? 0 : (BEGIN + first * Loaded::CHUNK) % GROUP_SIZE;  // of chunk 0 in its group
+  // Offset of chunk 0 in its group.
+  const int offset = Loaded::ALIGNED ? 0 : (BEGIN + first * Loaded::CHUNK) % GROUP_SIZE;
   if (!Loaded::ALIGNED || chunk * Loaded::CHUNK % GROUP_SIZE == 0) {
     const int group = (offset + chunk * Loaded::CHUNK) / GROUP_SIZE;
     scale = loaded.scales[0];
@@ -123,7 +127,8 @@ METAL_FUNC void unpack_chunk(
       scale = group / 4 == round ? loaded.scales[round] : scale;
       bias = group / 4 == round ? loaded.biases[round] : bias;
     }
-    // The four lanes of a row differ in bits 0 and 3. Two exchanges, each of which half of them take part in.
+    // The numbers of the four lanes of a row differ in bits 0 and 3. Two exchanges, one for each bit, copy the group's
+    // scale and bias from the lane that has loaded them.
     #pragma clang loop unroll(full)
     for (int bit = 0; bit < 2; ++bit) {
       const int mask = bit == 0 ? 1 : 8;
@@ -141,8 +146,9 @@ METAL_FUNC void unpack_chunk(
   }
 }
 
-// As of Rows, of which all columns are staged. Neighbouring threads have neighbouring pieces, so those of a group are in
-// one SIMD group, and begin at a multiple of their number.
+// Loads a thread's pieces of the stage, with the arguments of load_stage for Rows. All columns are staged. Neighbouring
+// threads have neighbouring pieces, so the threads with pieces of one group of integers are in one SIMD group, and
+// their first lane is a multiple of their number.
 template <int COLUMNS, int ROW_PIECES, int LOADS, int BK, typename T, int WIDTH, int BITS, int GROUP_SIZE>
 METAL_FUNC void load_stage(
     QuantizedRows<T, WIDTH, BITS, GROUP_SIZE> rows, threadgroup const int* key_slots, int num_keys, int num_kv_heads,
@@ -168,16 +174,18 @@ METAL_FUNC void load_stage(
   }
 }
 
+// Returns a word of elements: one float, or two elements of 16 bits.
 METAL_FUNC uint bits_of(float x, float) { return as_type<uint>(x); }
 template <typename T>
 METAL_FUNC uint bits_of(T x, T next) {
   return uint(as_type<ushort>(x)) | uint(as_type<ushort>(next)) << 16;
 }
 
+// Returns this thread's piece as elements of type T, for the stage. All lanes of the SIMD group must call it together.
 template <int COLUMNS, typename T, int WIDTH, int BITS, int GROUP_SIZE>
 METAL_FUNC uint4 unpack_piece(
     QuantizedRows<T, WIDTH, BITS, GROUP_SIZE>, int tid, StagedPiece<COLUMNS, BITS> staged) {
-  constexpr int LANES = GROUP_SIZE / COLUMNS;  // that have pieces of a group
+  constexpr int LANES = GROUP_SIZE / COLUMNS;  // lanes that have pieces of one group
   constexpr int IN_WORD = 4 / sizeof(T);
   const ushort from = ushort(tid % 32 / LANES * LANES);
   const float scale = simd_shuffle(staged.number, from);

@@ -1,23 +1,24 @@
-// What the ways through paged_attention.metal share: how lanes load pieces of rows, and how results leave.
+// Functions that both ways through paged_attention.metal use: to load pieces of rows, and to write results.
 //
-// A fragment is an 8x8 matrix of a SIMD group. A lane holds two neighbours of one row: row `lane_row`, columns
-// `lane_column` and the next. Where a row of the cache is loaded by lanes, the four lanes of a fragment's row take one
-// piece of COLUMNS elements each, in one load. So a chunk of four pieces is COLUMNS / 2 fragments, whose columns are
-// dealt to lanes in this order (COLUMNS 8; the digit says which fragment of the chunk):
+// A fragment is an 8x8 matrix of a SIMD group. A lane holds two neighbouring elements of one row: row `lane_row`,
+// columns `lane_column` and the next. If lanes load a row of the cache, the four lanes of a fragment's row load one
+// piece of COLUMNS elements each. A chunk of four pieces is therefore COLUMNS / 2 fragments. The columns of a chunk
+// belong to fragments and lanes in this order (with COLUMNS 8; the digit is the fragment of the chunk):
 //
 //     column of the chunk   0 1 2 3 4 5 6 7   8 .. 15       16 .. 23      24 .. 31
 //     fragment              0 0 1 1 2 2 3 3   0 0 1 1 ...   0 0 1 1 ...   0 0 1 1 ...
 //     lane_column           0 (and the next)  2             4             6
 //
-// Queries and keys use the same order, so their products are what they are, and results undo it.
+// Queries and keys use the same order, so it does not change their products. write_rows restores the order of the
+// output's columns.
 
-// Below every score, and finite: fast::exp2 promises nothing for infinities.
+// Below every score, and finite: the result of fast::exp2 is undefined for infinities.
 constant constexpr float LOWEST = -1e30f;
 constant constexpr float LOG2E = 1.4426950408889634f;
 constant constexpr int GROUPS = 8;  // SIMD groups of a threadgroup
 constant constexpr int THREADS = GROUPS * 32;
-constant constexpr int CARRIED = 4;  // fragments that leave through threadgroup memory at a time
-constant constexpr int CARRIED_STRIDE = CARRIED * 8 + 4;  // floats of their rows, which start in different banks
+constant constexpr int CARRIED = 4;  // output fragments that write_rows stores in threadgroup memory at a time
+constant constexpr int CARRIED_STRIDE = CARRIED * 8 + 4;  // floats from row to row: rows start in different banks
 
 constexpr int divided_up(int a, int b) { return (a + b - 1) / b; }
 
@@ -42,37 +43,39 @@ METAL_FUNC void set_pair(thread simdgroup_matrix<T, 8, 8>& fragment, P piece, in
   fragment.thread_elements()[1] = as_type<T>(ushort(both >> 16));
 }
 
-// Where the cache holds a request's key: a slot. `table_row`: where the request's row of the table begins.
+// Returns the slot of a request's key in the cache. `table_row`: index of the first element of the request's row in
+// `block_table`.
 template <int BLOCK_SIZE, typename Key>
 METAL_FUNC int slot_of(const device int* block_table, int table_row, Key key) {
   return block_table[table_row + int(key / BLOCK_SIZE)] * BLOCK_SIZE + int(key % BLOCK_SIZE);
 }
 
-// The slot of key `at` of a list of positions. 0, without a read, outside the item's range of the list.
+// Returns the slot of key `at` of a list of positions. Returns 0, without a read, outside the item's range of the list.
 template <int BLOCK_SIZE>
 METAL_FUNC int slot_in_list(
     const device int* block_table, int table_row, const device int* list, int at, int begin, int end) {
   return at >= begin && at < end ? slot_of<BLOCK_SIZE>(block_table, table_row, uint(list[at])) : 0;
 }
 
-// K or V of all slots as they are, in rows of WIDTH elements. QuantizedRows (attention_quantized.metal) is used alike.
+// Unquantized K or V of all slots, in rows of WIDTH elements. QuantizedRows (attention_quantized.metal) is used alike.
 template <typename T, int WIDTH> struct Rows {
   const device T* elements;
 
-  // The piece of COLUMNS elements that begins at `column` of a row. Pieces of a layer have numbers below 2^32.
+  // Returns the piece of COLUMNS elements that begins at `column` of a row. A layer has fewer than 2^32 pieces.
   template <int COLUMNS>
   const device typename Words<COLUMNS * int(sizeof(T)) / 4>::type* piece(uint row, uint column) const thread {
     typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Piece;
     return (const device Piece*)elements + (row * (WIDTH / COLUMNS) + column / COLUMNS);
   }
-  // What a lane has loaded of a row beside its fragments.
+  // Data that a lane has loaded from a row in addition to its fragments: nothing for unquantized rows.
   template <int COLUMNS, int CHUNKS, int BEGIN> struct Loaded {};
-  // What a thread has loaded for the stage.
+  // Data that a thread has loaded for one piece of the stage.
   template <int COLUMNS> using Staged = typename Words<COLUMNS * int(sizeof(T)) / 4>::type;
 };
 
-// This lane's pieces of CHUNKS chunks of columns BEGIN to END of a row, from chunk `first` of these on. Zeros stand for
-// columns from END on, and for the whole row where there is none; neither is read.
+// Loads this lane's pieces of CHUNKS chunks of a row into fragments. Chunks are counted from column BEGIN, and the
+// first one loaded is chunk `first`. Zeros replace columns from END on, and the whole row if it does not exist. Neither
+// is read.
 template <int COLUMNS, int CHUNKS, int PARTS, int BEGIN, int END, typename T, int WIDTH, typename Loaded>
 METAL_FUNC void load_row(
     Rows<T, WIDTH> rows, uint row, int first, int lane_column, bool exists, thread Loaded&,
@@ -100,7 +103,8 @@ METAL_FUNC void load_row(
   }
 }
 
-// The two rows of q that a lane's column pair stands for, as fragments [columns x rows] in the order of load_row.
+// Loads a lane's elements of transposed queries: fragments [columns x rows], with the columns in the order of load_row.
+// A lane has two rows of q: `row0` and `row1`.
 template <typename T, int COLUMNS, int CHUNKS, int END, int WIDTH>
 METAL_FUNC void load_queries(
     const device T* q, uint row0, uint row1, bool exists0, bool exists1, int first, int lane_row,
@@ -118,14 +122,14 @@ METAL_FUNC void load_queries(
   }
 }
 
-// A thread's place in the stage: one piece of COLUMNS elements of a row, ROW_PIECES of which make a padded row. All threads
-// take AT_ONCE whole rows at a time, so a thread has the same columns of every AT_ONCE-th row. The last threads have no
-// rows where THREADS is not a multiple of ROW_PIECES.
+// A thread's place in the stage: one piece of COLUMNS elements of a row. A padded row has ROW_PIECES pieces. All
+// threads together take AT_ONCE whole rows at a time, so a thread has the same columns of every AT_ONCE-th row. If
+// THREADS is not a multiple of ROW_PIECES, the last threads have no rows.
 template <int COLUMNS, int ROW_PIECES, int BK> struct StagePlace {
   enum : int { AT_ONCE = THREADS / ROW_PIECES, ALL = BK % AT_ONCE == 0 && THREADS % ROW_PIECES == 0 };
-  int key;  // the first
-  int column;
-  int end;  // this thread has none of the keys from here on
+  int key;     // first key of this thread
+  int column;  // first column of its pieces
+  int end;     // end of the keys of this thread; 0 if it has none
 
   METAL_FUNC StagePlace(int tid) {
     key = int(uint(tid) / ROW_PIECES);
@@ -134,8 +138,8 @@ template <int COLUMNS, int ROW_PIECES, int BK> struct StagePlace {
   }
 };
 
-// A thread's LOADS pieces of the stage, COLUMNS elements of a row of the cache each. Zeros stand for keys from `num_keys`
-// on and for columns from WIDTH on; neither is read.
+// Loads a thread's LOADS pieces of the stage, each with COLUMNS elements of a row of the cache. Zeros replace keys from
+// `num_keys` on and columns from WIDTH on. Neither is read.
 template <int COLUMNS, int ROW_PIECES, int LOADS, int BK, typename T, int WIDTH>
 METAL_FUNC void load_stage(
     Rows<T, WIDTH> rows, threadgroup const int* key_slots, int num_keys, int num_kv_heads, int kv_head, int tid,
@@ -154,14 +158,14 @@ METAL_FUNC void load_stage(
   }
 }
 
-// This thread's piece as the stage holds it.
+// Returns this thread's piece in the form in which the stage holds it.
 template <int COLUMNS, typename T, int WIDTH>
 METAL_FUNC typename Words<COLUMNS * int(sizeof(T)) / 4>::type unpack_piece(
     Rows<T, WIDTH>, int, typename Rows<T, WIDTH>::template Staged<COLUMNS> piece) {
   return piece;
 }
 
-// Stores them. `to`: [BK, STRIDE].
+// Stores a thread's pieces, which load_stage has loaded, in the stage. `to`: the stage, [BK, STRIDE].
 template <int COLUMNS, int ROW_PIECES, int LOADS, int BK, int STRIDE, typename CacheRows, typename Piece, typename T>
 METAL_FUNC void store_stage(CacheRows rows, thread const Piece* staged, int tid, threadgroup T* to) {
   typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Unpacked;
@@ -178,28 +182,29 @@ METAL_FUNC void store_stage(CacheRows rows, thread const Piece* staged, int tid,
 
 // A tile: rows of one request and one KV head.
 struct Tile {
-  // [first_row, num_rows, partial_row]: the first row is (packed token) * G + (query head of the group), and a split's
-  // result goes to partial_row; -1: the item is whole.
+  // [first_row, num_rows, partial_row]. A row is (packed token) * G + (query head of the group). partial_row is the
+  // first row of a split's result; -1 if the item is not split.
   threadgroup const int* fields;
   int kv_head;
   int num_kv_heads;
 };
 
-// Row fragments into which a staged tile is divided, `most` at most.
+// Returns the number of row fragments into which a staged tile is divided, at most `most`.
 METAL_FUNC int row_fragments_of(int num_rows, int most) {
   return min(num_rows <= 8 ? 1 : num_rows <= 16 ? 2 : num_rows <= 32 ? 4 : 8, most);
 }
 
-// How SIMD groups share a tile: group = (slot * row_groups + row_group) * parts + part.
+// Division of a tile among SIMD groups: group = (slot * row_groups + row_group) * parts + part.
 struct Share {
-  int parts;       // shares of the head dimension
-  int row_groups;  // shares of the rows, STRIPS fragments of 8 rows each
-  int slots;       // shares of the keys
-  int part, row_group, slot;
+  int parts;                  // number of parts of the head dimension
+  int row_groups;             // number of parts of the rows, each with STRIPS fragments of 8 rows
+  int slots;                  // number of parts of the keys
+  int part, row_group, slot;  // parts of this SIMD group
 };
 
-// Merges the slots of each row and writes it. `output`: of each strip, WIDTH fragments in the order of load_row.
-// `sink`: of this lane's row of each strip, in base 2. `weight_shift`: log2 of what weights were multiplied by.
+// Merges the slots of each row, and writes the row to `out`, or a split's row to `partial_out` and `partial_lse`.
+// `output`: WIDTH fragments of each strip, with the columns in the order of load_row. `peak`, `total` and `sink`:
+// values of this lane's row of each strip, in base 2. `weight_shift`: log2 of the factor of the weights.
 template <typename T, int G, int DV, int STRIPS, int WIDTH, int COLUMNS, bool HAS_SINKS>
 METAL_FUNC void write_rows(
     Tile tile, Share share, thread simdgroup_matrix<float, 8, 8>* output, thread const float* peak, thread float* total,
@@ -216,14 +221,14 @@ METAL_FUNC void write_rows(
       row_state[((group * STRIPS + strip) * 8 + lane_row) * 2 + 1] = total[strip];
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // and all that lay in `carried` has been read
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // also: the earlier content of this memory has been read
   const int first_row = tile.fields[0];
   const int num_rows = tile.fields[1];
   const int partial_row = tile.fields[2];
   #pragma clang loop unroll(full)
   for (int strip = 0; strip < STRIPS; ++strip) {
     const int row = (share.row_group * STRIPS + strip) * 8 + lane_row;
-    // From a slot's state to the next one's.
+    // Elements of `row_state` from one slot's state of a row to the next slot's.
     const int step = share.row_groups * share.parts * STRIPS * 16;
     const int own = ((share.row_group * share.parts + share.part) * STRIPS + strip) * 16 + lane_row * 2;
     float row_peak = HAS_SINKS ? sink[strip] : LOWEST;
@@ -254,7 +259,7 @@ METAL_FUNC void write_rows(
     #pragma clang loop unroll(full)
     for (int d = first; d < first + CARRIED; ++d) {
       if (d < WIDTH) {
-        // Whole chunks leave at a time, their columns in their order.
+        // `carried` has whole chunks, with their columns in the order of the output.
         const int column = (d - first) / (COLUMNS / 2) * COLUMNS * 4 + lane_column / 2 * COLUMNS + d % (COLUMNS / 2) * 2;
         #pragma clang loop unroll(full)
         for (int strip = 0; strip < STRIPS; ++strip) {

@@ -1,5 +1,6 @@
-// The staged way through paged_attention.metal: K, and then V in the same place, are copied to threadgroup memory by all
-// threads, STAGE_KEYS keys at a time. Each SIMD group has one row fragment, and one of STAGED_PARTS parts of the columns.
+// The staged way through paged_attention.metal: K, and then V in the same place, are copied to threadgroup memory by
+// all threads, STAGE_KEYS keys at a time. Each SIMD group has one row fragment, and one of STAGED_PARTS parts of the
+// columns.
 
 constexpr int PARTS_OF_STAGED = STAGED_PARTS > 0 ? STAGED_PARTS : 1;
 constexpr int DK_PART = divided_up(K_FRAGMENTS, PARTS_OF_STAGED);
@@ -16,7 +17,8 @@ const bool row_exists = row_of_tile < num_rows;
 const int row = first_row + row_of_tile;
 const int head = kv_head * G + row % G;
 const int position = first_position + row / G - first_token;
-const int sees = HAS_WINDOW ? max(key_begin, position - window + 1) : key_begin;  // keys that this lane's row sees
+// First key that this lane's row sees, and the end.
+const int sees = HAS_WINDOW ? max(key_begin, position - window + 1) : key_begin;
 const int sees_end = min(key_end, HAS_IMAGES ? max(position + 1, image_end) : position + 1);
 
 simdgroup_matrix<T, 8, 8> queries[DK_PART];
@@ -27,7 +29,7 @@ simdgroup_matrix<float, 8, 8> output[DV_PART];
   for (int d = 0; d < DK_PART; ++d) {
     const int column = (part * DK_PART + d) * 8 + lane_column;
     queries[d] = make_filled_simdgroup_matrix<T, 8, 8>(T(0.0f));
-    if (row_exists && column < DK) {  // and the next one: head dims are even
+    if (row_exists && column < DK) {  // the next column is also below DK, because head dims are even
       queries[d].thread_elements()[0] = q[at + column];
       queries[d].thread_elements()[1] = q[at + column + 1];
     }
@@ -37,24 +39,24 @@ simdgroup_matrix<float, 8, 8> output[DV_PART];
     output[d] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
 }
-float peak = LOWEST;   // of this lane's row, over the keys of this slot
-float total = 0.0f;    // of this lane's columns only, until the end
+float peak = LOWEST;   // largest score of this lane's row, over the keys of this slot
+float total = 0.0f;    // sum of the row's weights; over this lane's keys only, until the end
 
 threadgroup T* staged = (threadgroup T*)shared;
 threadgroup const T* k_columns = staged + part * (DK_PART * 8);
 threadgroup const T* v_columns = staged + part * (DV_PART * 8);
 threadgroup float* sums = (threadgroup float*)(shared + STAGE_BYTES / 16);  // [GROUPS, KEY_FRAGMENTS, 64]
 threadgroup float* own_sums = sums + group * (KEY_FRAGMENTS * 64) + lane_row * 8 + lane_column;
-threadgroup const float* all_sums = own_sums - part * (KEY_FRAGMENTS * 64);  // of the first part
+threadgroup const float* all_sums = own_sums - part * (KEY_FRAGMENTS * 64);  // the first part's sums
 if (tid < STAGE_KEYS && key_begin + tid < key_end) {
   key_slots[tid] = slot_of<BLOCK_SIZE>(block_table, table_row, key_begin + tid);
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int tile = key_begin; tile < key_end; tile += STAGE_KEYS) {
-  // A thread's pieces come all at once: their loads are under way together.
+  // A thread loads all its pieces before it stores them, so that the loads run concurrently.
   typename KRows::template Staged<K_PIECE> k_pieces[K_LOADS];
   load_stage<K_PIECE, K_ROW, K_LOADS, STAGE_KEYS>(k_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, k_pieces);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile's V has been read
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // the last stage's V has been read
   store_stage<K_PIECE, K_ROW, K_LOADS, STAGE_KEYS, STRIDE>(k_rows, k_pieces, tid, staged);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -115,7 +117,7 @@ for (int tile = key_begin; tile < key_end; tile += STAGE_KEYS) {
       }
     }
   }
-  // As above.
+  // The numbers of the four lanes of a row differ in bits 0 and 3.
   tile_peak = max(tile_peak, simd_shuffle_xor(tile_peak, ushort(1)));
   tile_peak = max(tile_peak, simd_shuffle_xor(tile_peak, ushort(8)));
   const float new_peak = max(peak, tile_peak);
@@ -142,13 +144,13 @@ for (int tile = key_begin; tile < key_end; tile += STAGE_KEYS) {
   }
 
   if (STAGED_PARTS == 1) {
-    // Not before: registers have no room for V beside the scores.
+    // Not earlier: there are not enough registers for V and the scores together.
     load_stage<V_PIECE, V_ROW, V_LOADS, STAGE_KEYS>(
         v_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, v_pieces);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // K has been read
   }
   store_stage<V_PIECE, V_ROW, V_LOADS, STAGE_KEYS, STRIDE>(v_rows, v_pieces, tid, staged);
-  if (tid < STAGE_KEYS && tile + STAGE_KEYS + tid < key_end) {  // of the next stage
+  if (tid < STAGE_KEYS && tile + STAGE_KEYS + tid < key_end) {  // slots of the next stage's keys
     key_slots[tid] = slot_of<BLOCK_SIZE>(block_table, table_row, tile + STAGE_KEYS + tid);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -171,7 +173,7 @@ float sink = LOWEST;
 if (HAS_SINKS && row_exists && partial_row < 0) {
   sink = float(sinks[head]) * LOG2E;
 }
-// The shares again, from `tile_fields`: the first ones would take registers through the loop.
+// Computed again from `tile_fields`: the values from before the loop would take registers during the loop.
 const int row_groups = row_fragments_of(tile_fields[1], GROUPS / PARTS_OF_STAGED);
 const int group_of_part = group / PARTS_OF_STAGED;
 const Share share = {

@@ -1,7 +1,8 @@
-// The staged way through paged_attention.metal on a GPU's matrix units (attention_products.metal). Stages and softmax are
-// those of attention_staged.metal. What differs: a SIMD group has 16 rows, and 32 of a stage's keys, if there are so many
-// slots. Scores lie in the lanes as the GPU likes, so they cross the group's own threadgroup memory, as do weights and
-// the results: there a lane finds the rows `lane_row` and `lane_row` + 8.
+// The staged way through paged_attention.metal on a GPU's matrix units (attention_products.metal). Stages and softmax
+// are those of attention_staged.metal, with two differences. A SIMD group has 16 rows and 32 of a stage's keys. SIMD
+// groups for which a stage has no keys only copy K and V. The lanes that hold an element of the scores differ between
+// GPUs. Scores, weights and results therefore pass through threadgroup memory of the SIMD group, from which a lane
+// reads the rows `lane_row` and `lane_row` + 8.
 //
 //     64 rows of 4 groups, 64 keys of 2 slots        16 rows: groups 2 to 7 only copy
 //
@@ -24,10 +25,10 @@ const int slot = group / row_groups;
 const bool has_keys = slot * PRODUCT_COLUMNS < BK;
 const int first_of_group = row_group * PRODUCT_ROWS;
 
-int sees[ROW_STRIPS], sees_end[ROW_STRIPS];  // keys that this lane's rows see
+int sees[ROW_STRIPS], sees_end[ROW_STRIPS];  // first key that each of this lane's rows sees, and the end
 float sink[ROW_STRIPS];
-float peak[ROW_STRIPS];   // of this lane's rows, over the keys of this slot
-float total[ROW_STRIPS];  // of this lane's columns only, until the end
+float peak[ROW_STRIPS];   // largest score of each of this lane's rows, over the keys of this slot
+float total[ROW_STRIPS];  // sum of each row's weights; over this lane's keys only, until the end
 #pragma clang loop unroll(full)
 for (int strip = 0; strip < ROW_STRIPS; ++strip) {
   const int row_of_tile = first_of_group + strip * 8 + lane_row;
@@ -64,7 +65,8 @@ for (int i = 0; i < DV_PRODUCTS * SUM_ELEMENTS; ++i) {
 }
 
 threadgroup T* staged = (threadgroup T*)shared;
-// Of each group, in the stage's place: scores or results, [PRODUCT_ROWS, CARRIED_STRIDE]; weights, in rows as long.
+// Memory of each SIMD group, in the place of the stage: scores or results, [PRODUCT_ROWS, CARRIED_STRIDE] float32; or
+// weights, [PRODUCT_ROWS, CARRIED_STRIDE] of type T.
 threadgroup float* crossing = (threadgroup float*)shared + group * PRODUCT_ROWS * CARRIED_STRIDE;
 threadgroup T* crossing_weights = (threadgroup T*)crossing;
 threadgroup float* shrinks = row_state + group * PRODUCT_ROWS;
@@ -75,7 +77,7 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int tile = key_begin; tile < key_end; tile += BK) {
   typename KRows::template Staged<K_PIECE> k_pieces[K_LOADS];
   load_stage<K_PIECE, K_ROW, K_LOADS, BK>(k_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, k_pieces);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile's V has been read
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // the last stage's V has been read
   store_stage<K_PIECE, K_ROW, K_LOADS, BK, STRIDE>(k_rows, k_pieces, tid, staged);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -98,7 +100,7 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   T weights[WEIGHT_PRODUCTS * LEFT_ELEMENTS];
   #pragma clang loop unroll(full)
   for (int i = 0; i < WEIGHT_PRODUCTS * LEFT_ELEMENTS; ++i) {
-    weights[i] = T(0.0f);  // on every path, or the last stage's would be carried along
+    weights[i] = T(0.0f);  // on every path, so that the last stage's weights do not stay in registers
   }
   if (has_keys) {
     #pragma clang loop unroll(full)
@@ -109,7 +111,7 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
     simdgroup_barrier(mem_flags::mem_threadgroup);
     // Every row of the tile sees every key of this stage: no mask arithmetic.
     const bool all_visible = tile >= all_see && tile + BK <= all_see_end;
-    float mine[ROW_STRIPS * KEY_STRIPS * 2];  // of this lane's rows: scores, then weights
+    float mine[ROW_STRIPS * KEY_STRIPS * 2];  // scores of this lane's rows
     #pragma clang loop unroll(full)
     for (int strip = 0; strip < ROW_STRIPS; ++strip) {
       float tile_peak = LOWEST;
@@ -167,7 +169,7 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the weights have been read
   store_stage<V_PIECE, V_ROW, V_LOADS, BK, STRIDE>(v_rows, v_pieces, tid, staged);
-  if (tid < BK && tile + BK + tid < key_end) {  // of the next stage
+  if (tid < BK && tile + BK + tid < key_end) {  // slots of the next stage's keys
     key_slots[tid] = slot_of<BLOCK_SIZE>(block_table, table_row, tile + BK + tid);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -185,7 +187,7 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   }
 }
 
-threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile's V has been read
+threadgroup_barrier(mem_flags::mem_threadgroup);  // the last stage's V has been read
 simdgroup_matrix<float, 8, 8> results[ROW_STRIPS * V_FRAGMENTS];
 #pragma clang loop unroll(full)
 for (int d = 0; d < DV_PRODUCTS; ++d) {

@@ -5,38 +5,38 @@
 //
 // For every row t of a segment, the state S [Dv, Dk] of a value head becomes
 //
-//     S <- S * g[t]                                    every column has a decay of its own, or all have one
-//     S <- S + outer((v[t] - S k[t]) * beta[t], k[t])  what S holds under k[t] moves towards v[t]
+//     S <- S * g[t]                                    g[t] is one number, or one number for each column
+//     S <- S + outer((v[t] - S k[t]) * beta[t], k[t])  S k[t] moves towards v[t]
 //     y[t] = S q[t]
 //
-// No row of S needs another. LANES lanes of a SIMD group share one, from the segment's first packed row to its last;
-// their sums meet in shuffles. With Dk 128 and 4 lanes:
+// Rows of S are independent of each other. LANES lanes of a SIMD group hold one row of S, from the segment's first
+// packed row to its last. They add their sums by shuffles. With Dk 128 and 4 lanes:
 //
 //     columns      0-3  4-7  8-11  12-15 | 16-19  20-23 ...      loads of neighbouring lanes are neighbours in memory
 //     row 0 of S   l0   l1   l2    l3    | l0     l1             l0: lane 0
 //     row 1        l4   l5   l6    l7    | l4     l5
 //     row 7        l28  l29  l30   l31   | l28    l29
 //
-// So S is read once and written once, however many rows its segment has: in between it stays in registers, in float32.
-// What a segment gets does not depend on the others in the step.
+// S is therefore read once and written once, for any number of rows of its segment. Between, it stays in registers, in
+// float32. The result of a segment does not depend on other segments in the step.
 //
 // Grid: (32, SIMD groups for the Dv rows of S, segments * Hv).
-// Template: T (of y), Hk, Hv (key and value heads), Dk, Dv, LANES, VECTOR_GATE (a decay for every column).
+// Template: T (type of y), Hk, Hv (key and value heads), Dk, Dv, LANES, VECTOR_GATE (a decay for every column).
 
-constexpr int PER_LANE = Dk / LANES;      // numbers that a lane keeps of S
+constexpr int PER_LANE = Dk / LANES;      // elements of S that a lane holds
 constexpr int STATE_ROWS = 32 / LANES;    // rows of S in a SIMD group
 static_assert(Dk % (LANES * 4) == 0, "lanes take four columns at a time");
 
 const int lane = int(thread_index_in_simdgroup);
 const int first_column = lane % LANES * 4;
 const int row = int(thread_position_in_grid.y) * STATE_ROWS + lane / LANES;
-const bool row_exists = row < Dv;         // lanes without a row take part in shuffles
+const bool row_exists = row < Dv;         // lanes without a row only take part in shuffles
 const int segment = int(thread_position_in_grid.z) / Hv;
 const int v_head = int(thread_position_in_grid.z) % Hv;
 const int k_head = v_head / (Hv / Hk);
 
 float state[PER_LANE];
-const int read = reads[segment];          // -1: from nothing
+const int read = reads[segment];          // row of `states` with the initial state; -1: a zero state
 const ulong read_at = ((ulong(max(read, 0)) * Hv + v_head) * Dv + row) * Dk;
 #pragma clang loop unroll(full)
 for (int i = 0; i < PER_LANE; ++i) {
@@ -49,9 +49,9 @@ for (int t = cu_seqlens[segment]; t < end; ++t) {
   const ulong k_at = (ulong(t) * Hk + k_head) * Dk;
   const ulong v_at = ulong(t) * Hv + v_head;
   const float decay = VECTOR_GATE ? 1.0f : g[v_at];
-  const uint gates_at = uint(v_at) * Dk;  // below 2^32, as the host sees to: 64 bits for each column would spill
+  const uint gates_at = uint(v_at) * Dk;  // below 2^32, as the host ensures: 64-bit indices would spill registers
 
-  // Four sums, so that a lane's products need not wait for each other.
+  // Four sums, so that a lane's additions need not wait for each other.
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   #pragma clang loop unroll(full)
   for (int i = 0; i < PER_LANE; ++i) {

@@ -5,23 +5,23 @@
 //
 //     scores[r, j] = sum over heads h of weights[r, h] * max(0, queries[r, h] . index_keys[j])     for j <= position of r
 //
-// With BY_HEAD, each head has scores of its own: the largest products of a head with 8 keys each.
+// With BY_HEAD, each head has its own scores: the largest product of the head with each 8 keys.
 //
 //     scores[r, h, f] = max over j in 8 f .. 8 f + 7 of queries[r, h] . index_keys[j]
 //
-// The scores of the last keys that a row sees are then undefined, if they are fewer than 8.
+// A score whose 8 keys include keys after the row is undefined.
 //
 // A threadgroup has ROW_TILE consecutive rows of one request, and a range of its keys. Each SIMD group loads HELD
-// fragments of 8 keys into registers, once for all rows of the tile. For each row, the threadgroup copies the queries of
-// HEADS heads to threadgroup memory, where all SIMD groups multiply them with their keys. Keys after a tile's last row
-// are not read. Scores of keys after a row are not written.
+// fragments of 8 keys into registers, once for all rows of the tile. For each row, the threadgroup copies the queries
+// of HEADS heads to threadgroup memory, where all SIMD groups multiply them with their keys. Keys after a tile's last
+// row are not read. Scores of keys after a row are not written.
 //
-//     rows          of `scores`: (packed row, position, request). The rows of a request follow each other.
-//     sizes         rows of each request, keys of a threadgroup, keys of a row of `scores`
+//     rows          (packed row, position, request) of each row of `scores`. The rows of a request are consecutive.
+//     sizes         number of rows of each request, keys of a threadgroup, keys that a row of `scores` covers
 //
 // Grid: (ranges of keys * THREADS, tiles of rows, requests).
-// Template: T (of queries and keys), H (heads), D (head dim, a multiple of 8), HEADS (a multiple of 8), HELD, ROW_TILE,
-// BLOCK_SIZE, BY_HEAD (`weights` is not read).
+// Template: T (type of queries and keys), H (heads), D (head dim, a multiple of 8), HEADS (a multiple of 8), HELD,
+// ROW_TILE, BLOCK_SIZE, BY_HEAD (`weights` is not read).
 
 constexpr int COLUMNS = 16 / sizeof(T);  // columns of a load
 constexpr int CHUNKS = divided_up(D, COLUMNS * 4);
@@ -48,10 +48,10 @@ const int first_key = int(threadgroup_position_in_grid.x) * range;
 const int key_end = min(first_key + range, rows[(end_row - 1) * 3 + 1] + 1);
 const int table_row = rows[first_row * 3 + 2] * int(block_table_shape[1]);
 const Rows<T, D> key_rows = {index_keys};
-// Queries as [HEADS / 8, FRAGMENTS, 8 columns, 8 heads], columns in the order of load_row.
+// Queries of one row, [HEADS / 8, FRAGMENTS, 8 columns, 8 heads], with the columns in the order of load_row.
 threadgroup T* staged = (threadgroup T*)shared;
 
-bool is_staged = false;  // a single row's queries stay for all keys
+bool is_staged = false;  // True if the queries are staged for all keys: the tile has one row, whose heads all fit
 for (int begin = first_key; begin < key_end; begin += STEP) {
   simdgroup_matrix<T, 8, 8> keys[HELD][FRAGMENTS];  // [keys x columns]
   typename Rows<T, D>::template Loaded<COLUMNS, CHUNKS, 0> loaded;
@@ -65,14 +65,14 @@ for (int begin = first_key; begin < key_end; begin += STEP) {
   for (int row = first_row; row < end_row; ++row) {
     const uint packed = uint(rows[row * 3]);
     const int last_key = min(rows[row * 3 + 1], key_end - 1);
-    float sums[HELD];  // of this lane's key and two heads of each fragment
+    float sums[HELD];  // score of this lane's key in each fragment; over two of 8 heads until the lanes' sums are added
     #pragma clang loop unroll(full)
     for (int h = 0; h < HELD; ++h) {
       sums[h] = 0.0f;
     }
     for (int head = 0; head < H; head += HEADS) {
       if (!is_staged) {
-        threadgroup_barrier(mem_flags::mem_threadgroup);  // the queries before have been read
+        threadgroup_barrier(mem_flags::mem_threadgroup);  // the queries staged before have been read
         for (int i = tid; i < HEADS * PADDED; i += THREADS) {
           const int own = i / PADDED, column = i % PADDED;
           const int in_chunk = column % (COLUMNS * 4);
@@ -114,7 +114,7 @@ for (int begin = first_key; begin < key_end; begin += STEP) {
             #pragma clang loop unroll(full)
             for (int e = 0; e < 2; ++e) {
               float most = products[h].thread_elements()[e];
-              // The eight keys of a head differ in bits 1, 2 and 4.
+              // The numbers of the eight lanes with the keys of a head differ in bits 1, 2 and 4.
               most = max(most, simd_shuffle_xor(most, ushort(2)));
               most = max(most, simd_shuffle_xor(most, ushort(4)));
               most = max(most, simd_shuffle_xor(most, ushort(16)));
@@ -137,7 +137,7 @@ for (int begin = first_key; begin < key_end; begin += STEP) {
     }
     #pragma clang loop unroll(full)
     for (int h = 0; h < HELD; ++h) {
-      // The four lanes of a key differ in bits 0 and 3.
+      // The numbers of the four lanes of a key differ in bits 0 and 3.
       sums[h] += simd_shuffle_xor(sums[h], ushort(1));
       sums[h] += simd_shuffle_xor(sums[h], ushort(8));
       const int key = begin + (h * GROUPS + group) * 8 + lane_row;

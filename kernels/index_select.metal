@@ -4,12 +4,14 @@
 // metal_sim: never small: scores, rows, positions
 //
 // A score becomes an unsigned integer of the same order. Three passes over the row find the smallest selected integer,
-// 11, 11 and 10 bits at a time: a pass counts the integers that begin with the bits found so far, by their next bits.
-// `left` is the number of selected integers among these. Finally, each SIMD group has a range of keys. It counts the keys
-// above and at the smallest integer, and then writes its selected keys behind those of the ranges before it.
+// 11, 11 and 10 bits at a time. A pass counts the integers whose highest bits equal the bits found so far, by their
+// next bits. `left` is the number of selected integers among them. Finally, each SIMD group has a range of keys. It
+// counts the keys above and at the smallest selected integer, and writes its selected keys after those of earlier
+// ranges.
 //
-//     rows          of `scores`: (packed row, position, request)
-//     sizes         keys of a row of `scores`, top_k. A row of few keys selects all of them, followed by -1.
+//     rows          (packed row, position, request) of each row of `scores`
+//     sizes         keys of a row of `scores`, top_k. A row that sees at most top_k keys selects all of them, followed
+//                   by -1.
 //
 // Template: SIMD_GROUPS.
 
@@ -19,16 +21,16 @@ constexpr int OWN_BINS = BINS / NUM_THREADS;
 static_assert(BINS % NUM_THREADS == 0, "threads have whole bins");
 
 threadgroup uint bins[BINS];
-threadgroup uint totals[SIMD_GROUPS];           // of each SIMD group's bins
-threadgroup uint found[2];                      // next bits, selected integers that begin with them
-threadgroup uint range_counts[SIMD_GROUPS * 2]; // of each range: keys above and at the smallest integer
+threadgroup uint totals[SIMD_GROUPS];           // integers in each SIMD group's bins
+threadgroup uint found[2];                      // next bits; number of selected integers that begin with them
+threadgroup uint range_counts[SIMD_GROUPS * 2]; // for each range: keys above and at the smallest selected integer
 
 const uint tid = thread_index_in_threadgroup;
 const uint group = simdgroup_index_in_threadgroup;
 const uint lane = thread_index_in_simdgroup;
 const uint row = threadgroup_position_in_grid.x;
 const uint top_k = uint(sizes[1]);
-const uint num_keys = uint(rows[row * 3 + 1]) + 1;  // that the row sees
+const uint num_keys = uint(rows[row * 3 + 1]) + 1;  // keys that the row sees
 const device float* of_row = scores + ulong(row) * uint(sizes[0]);
 device int* selected = positions + ulong(row) * top_k;
 
@@ -59,7 +61,7 @@ if (num_keys <= top_k) {
       own[i] = bins[BINS - 1 - tid * OWN_BINS - i];
       sum += own[i];
     }
-    uint up_to = sum;  // of the lanes up to this one
+    uint up_to = sum;  // integers in the bins of the lanes up to this one
     #pragma clang loop unroll(full)
     for (uint step = 1; step < 32; step *= 2) {
       const uint below = simd_shuffle(up_to, ushort(lane >= step ? lane - step : lane));
@@ -111,7 +113,7 @@ if (num_keys <= top_k) {
     above_before += range_counts[g * 2];
     equal_before += range_counts[g * 2 + 1];
   }
-  // A lane has above | equal << 16, so that one sum counts both.
+  // A lane has is_above | is_equal << 16, so that one prefix sum counts both.
   for (uint begin = first; begin < end; begin += 32) {
     const uint i = begin + lane;
     const uint bits = i < end ? ordered_bits(of_row[i]) : 0;

@@ -1,10 +1,11 @@
-// Merges the splits of a context, and carries whole rows over: the body of a kernel, one thread per output element.
+// Merges the splits of each row, and copies rows that are not split: the body of a kernel, one thread per output
+// element.
 //
 // metal_sim: never small: whole, partial_out, partial_lse, rows
 //
-// rows: per (packed token, query head of the group): first partial row, splits, partial rows from a split to the next.
-// 0 splits: a whole row. A threadgroup has one row of one head, and its threads share the log-sum-exps of the row's
-// splits: each is read once.
+// rows: for each (packed token, query head of the group): first partial row, number of splits, partial rows from one
+// split to the next. A row with 0 splits is copied from `whole`. A threadgroup has one token and one head. Its threads
+// read the log-sum-exp of each split once, and share it in threadgroup memory.
 //
 // Template: T, D, G, HAS_SINKS, MAX_SPLITS.
 

@@ -6,15 +6,17 @@
 // One threadgroup takes one work item of one KV head. An item is a tile of query rows and a range of keys. A row is
 // (token, query head of the group), so that all heads of a group share the K and V that the tile reads.
 //
-// There are two ways, and an item's rows decide. Few rows go *direct*: each SIMD group loads its own keys and values
-// from the cache, and nothing is staged. More go *staged*: all threads copy K and then V to threadgroup memory, where
-// the SIMD groups of all rows read them. Either way each element of the range is read from device memory once per
-// tile; keys outside the range are never read, and zeros stand for them.
+// There are two ways through the kernel. The number of an item's rows selects one. An item with few rows is *direct*:
+// each SIMD group loads its own keys and values from the cache into registers. An item with more rows is *staged*: all
+// threads copy K and then V to threadgroup memory, where the SIMD groups of all rows read them. In both ways, each
+// element of the range is read from device memory once per tile. Keys outside the range are never read. Zeros replace
+// them.
 //
 //     SIMD groups             GROUPS; group = (slot * row_groups + row_group) * parts + part
-//     parts                   wide heads are cut: a SIMD group has some columns of q, K, V and the output, and the
-//                             parts' scores are added through threadgroup memory
-//     slots                   key fragments (8 keys) are dealt out: slot s takes every fragment f with f % slots == s
+//     parts                   SIMD groups that divide the columns of wide heads: each has some columns of q, K, V and
+//                             the output. The parts' scores are added through threadgroup memory
+//     slots                   SIMD groups that divide the key fragments (8 keys each): slot s takes every fragment f
+//                             with f % slots == s
 //
 //     staged, 64 rows: 8 row groups, 1 slot        direct, 4 rows: 8 slots        direct, 4 rows, 2 parts: 4 slots
 //
@@ -22,22 +24,27 @@
 //     group 0  ########   rows 0-7                 01234567    (the group that    02460246   first half of the columns
 //     group 7  ########   rows 56-63                            takes 8 keys)     13571357   second half
 //
-// The softmax is online and in base 2; its state is float32 and belongs to (row, slot). The slots of a row are merged
-// at the end (attention_rows.metal). Weights in float16 are multiplied by 2^WEIGHT_SHIFT: many small ones add up to
-// something, and would become zeros.
+// The softmax is online and in base 2. Its state is float32, one for each row and slot. The slots of a row are merged
+// at the end (attention_rows.metal). Weights in float16 are multiplied by 2^WEIGHT_SHIFT. Without this factor, small
+// weights would be rounded to zero, although the sum of many of them matters.
 //
 // Template: T, DK, DV (head dims), LATENT (V is the first DV columns of K), G (query heads of a KV head), BLOCK_SIZE,
-// HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_IMAGES (rows of images see later rows of their image), and how the work is shared out: variants.py. Where the host defines TENSOR_OPS, the
-// staged way multiplies with Metal's tensor operations (attention_tensor.metal); where it defines QUANTIZED, the cache holds
-// groups of GROUP_SIZE integers of BITS bits, each with a scale and a bias (attention_quantized.metal). Where it defines
-// SELECTED, a row of `selected` lists the positions of the keys of one token and KV head, and an item's range of keys is a range of
-// the list. `list_rows` has the token of each list, and its request. Rows of the output are in the order of the lists.
+// HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_IMAGES (rows of images see later rows of their image), and the division of
+// the work (variants.py). The host may also define macros:
+//
+//     TENSOR_OPS    the staged way multiplies with Metal's tensor operations (attention_tensor.metal)
+//     QUANTIZED     the cache holds groups of GROUP_SIZE integers of BITS bits, each group with a scale and a bias
+//                   (attention_quantized.metal)
+//     SELECTED      a row of `selected` lists the positions of the keys of one token and KV head. An item's range of
+//                   keys is a range of the list. `list_rows` has the token and the request of each list. Rows of the
+//                   output are in the order of the lists.
 
 constexpr float WEIGHT_SHIFT = is_same_v<T, half> ? 14.0f : 0.0f;
 constexpr int K_FRAGMENTS = divided_up(DK, 8);
 constexpr int V_FRAGMENTS = divided_up(DV, 8);
-// Keys of a stage: as many as registers hold scores and pieces of V of. Splits begin at multiples of BK. The loop over
-// stages is unrolled within; 32 keys of wide heads would make it larger than M1's instruction cache, 12 kB.
+// Maximum keys of a stage. Registers hold the scores and the pieces of V for this number of keys. Splits begin at
+// multiples of BK. The body of the loop over stages is unrolled. With 32 keys of wide heads, it would be larger than
+// M1's instruction cache of 12 kB.
 #ifdef TENSOR_OPS
 constexpr int MOST_STAGE_KEYS = BK;
 #elif defined(QUANTIZED)
@@ -46,14 +53,14 @@ constexpr int MOST_STAGE_KEYS = STAGED_PARTS > 1 || K_FRAGMENTS > 8 ? 16 : 32;
 constexpr int MOST_STAGE_KEYS = STAGED_PARTS > 1 ? 16 : 32;
 #endif
 constexpr int STAGE_KEYS = BK < MOST_STAGE_KEYS ? BK : MOST_STAGE_KEYS;
-// Elements of a load to the stage, such pieces of a padded row there, and loads of each thread.
+// Elements of a piece, which is one load for the stage; pieces of a padded row in the stage; and loads of each thread.
 constexpr int K_PIECE = DK * sizeof(T) % 16 == 0 ? 16 / sizeof(T) : 8 / sizeof(T);
 constexpr int V_PIECE = DV * sizeof(T) % 16 == 0 ? 16 / sizeof(T) : 8 / sizeof(T);
 constexpr int K_ROW = K_FRAGMENTS * 8 / K_PIECE;
 constexpr int V_ROW = V_FRAGMENTS * 8 / V_PIECE;
 constexpr int K_LOADS = divided_up(STAGE_KEYS, THREADS / K_ROW);
 constexpr int V_LOADS = divided_up(STAGE_KEYS, THREADS / V_ROW);
-// Elements from row to row of the stage: rows start in different banks.
+// Elements from one row of the stage to the next, so that rows start in different banks of threadgroup memory.
 constexpr int STRIDE = (K_FRAGMENTS > V_FRAGMENTS ? K_FRAGMENTS : V_FRAGMENTS) * 8 + 16 / sizeof(T);
 constexpr int KEY_FRAGMENTS = STAGE_KEYS / 8;
 constexpr int STAGE_BYTES = STAGED_PARTS ? STAGE_KEYS * STRIDE * sizeof(T) : 0;
@@ -65,9 +72,9 @@ constexpr int MOST_STRIPS = STRIPS > 2 ? STRIPS : 2;  // row fragments of a SIMD
 constexpr int MOST_STRIPS = STRIPS;
 #endif
 constexpr int CARRIED_BYTES = GROUPS * MOST_STRIPS * 8 * CARRIED_STRIDE * 4;
-// Direct items of quantized heads read queries from threadgroup memory, where queries and output would take 48 registers
-// or more: quantized keys, scales and numbers take many registers, too. The queries lie behind the exchange, in room that
-// the results need later. Wider heads take more than 104 registers in the staged way anyway.
+// Direct items of quantized heads read queries from threadgroup memory if queries and output would take 48 registers or
+// more, because quantized keys, scales and unpacked numbers also take many registers. The queries are stored after the
+// exchange, in memory that later holds the results. Wider heads take more than 104 registers in the staged way anyway.
 constexpr int QUERIES_BYTES = STRIPS * PARTS * divided_up(DK, K_COLUMNS * 4 * PARTS) * (K_COLUMNS / 2) * 64 * sizeof(T);
 #ifdef QUANTIZED
 constexpr bool SHARES_QUERIES =
@@ -93,10 +100,10 @@ const KRows k_rows = {k_cache};
 const VRows v_rows = {v_cache};
 #endif
 
-threadgroup uint4 shared[SHARED_BYTES / 16];  // one after the other: stage and sums, or exchange; results
+threadgroup uint4 shared[SHARED_BYTES / 16];  // stage and sums, or exchange; later the results
 threadgroup float row_state[GROUPS * MOST_STRIPS * 8 * 2];
 threadgroup int tile_fields[3];               // first_row, num_rows and partial_row, for the end
-threadgroup int key_slots[STAGE_KEYS];        // where the cache holds the keys of a stage
+threadgroup int key_slots[STAGE_KEYS];        // slots of the keys of a stage in the cache
 
 const int tid = int(thread_index_in_threadgroup);
 const int group = int(simdgroup_index_in_threadgroup);
@@ -121,11 +128,11 @@ const int to_queries = (list_rows[list_row * 2] - list_row) * G;  // from rows o
 #else
 const int table_row = items[item + 5] * int(block_table_shape[1]);
 #endif
-const int partial_row = items[item + 6];    // where a split's result goes; -1: the item is whole
-const int image_end = HAS_IMAGES ? items[item + 7] : 0;  // end of the image that the rows see as a whole; 0: text
+const int partial_row = items[item + 6];    // first row of a split's result in partial_out; -1: the item is not split
+const int image_end = HAS_IMAGES ? items[item + 7] : 0;  // end of the image whose keys all rows see; 0: text
 const int first_token = first_row / G;
 const int last_position = first_position + (first_row + num_rows - 1) / G - first_token;
-if (tid == 0) {  // so that they take no registers until the end
+if (tid == 0) {  // in threadgroup memory, so that the fields take no registers until the end
   tile_fields[0] = first_row;
   tile_fields[1] = num_rows;
   tile_fields[2] = partial_row;

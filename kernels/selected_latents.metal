@@ -4,24 +4,25 @@
 //
 // metal_sim: never small: q, k_cache, block_table, items, selected, list_rows
 //
-// A threadgroup has 64 latents of one row's list in registers, and computes all heads one after another, 8 at a time. So
-// each latent is read once for all heads. SIMD group = slot * PARTS + part: it has all columns of its part of HELD
-// fragments of 8 latents, as [keys x columns]. For 8 heads,
+// A threadgroup holds 64 latents of one row's list in registers, and computes its heads one after another, 8 at a time.
+// Each latent is therefore read once for all heads. SIMD group slot * PARTS + part holds the columns of its part of
+// HELD fragments of 8 latents, as [keys x columns]. For 8 heads,
 //
 //   1. each SIMD group multiplies its latents with the queries of its columns;
 //   2. each thread adds the parts of one score, and the threadgroup finds the peak of each head;
 //   3. the weights go through threadgroup memory to all SIMD groups of a slot, which multiply their latents with them;
 //   4. a slot gets the other slot's sums for its half of the columns, adds its own, and writes them.
 //
-// Each range of a list is a split, even the only one: merge_splits writes the output. Outputs of ranges have the type of
-// the output, because there are many. Their rounding errors differ, so that the mean of many has smaller ones.
+// Each range of a list is a split, even if the list has only one: merge_splits writes the output. The output of a range
+// has the type of the queries instead of float32, because there are many ranges. Their rounding errors differ, so the
+// weighted mean of many ranges has a smaller error.
 //
-//     items         list, first key of the range, end of the keys, first partial row
+//     items         (list, first key of the range, end of the keys, first partial row) of each range
 //     selected      positions of the keys of each list
 //     list_rows     (packed row, request) of each list
 //     numbers       scale of the scores
 //
-// Grid: (items * NUM_THREADS, groups of heads). More groups use more cores, and each reads the latents.
+// Grid: (items * NUM_THREADS, groups of heads). More groups use more cores, and each group reads the latents.
 // Template: T (2 bytes), H (heads), DK, DV, BLOCK_SIZE, K_COLUMNS and REST_COLUMNS (columns of a load, as in
 // paged_attention.metal).
 
@@ -29,24 +30,25 @@ constexpr int PARTS = 8;
 constexpr int SLOTS = 2;
 constexpr int SIMD_GROUPS = PARTS * SLOTS;
 constexpr int NUM_THREADS = SIMD_GROUPS * 32;
-constexpr int HELD = 4;  // more latents, or heads, would take more than the 104 registers that 512 threads have
+constexpr int HELD = 4;  // with more latents or heads, a thread needs more than the 104 registers of 512 threads
 static_assert(SLOTS * HELD * 64 == NUM_THREADS, "a thread has one score of each head");
 constexpr int K_CHUNKS = divided_up(DV, K_COLUMNS * 4 * PARTS);
 constexpr int REST_CHUNKS = divided_up(DK - DV, REST_COLUMNS * 4 * PARTS);
 constexpr int DV_PART = K_CHUNKS * (K_COLUMNS / 2);
 constexpr int DK_PART = DV_PART + REST_CHUNKS * (REST_COLUMNS / 2);
-constexpr int K_PAIRS = DV_PART * PARTS * 4;  // pairs of columns, with those of padding
+constexpr int K_PAIRS = DV_PART * PARTS * 4;  // pairs of columns, including padding
 constexpr int PAIRS = DK_PART * PARTS * 4;
 constexpr int OWN = divided_up(K_CHUNKS, SLOTS) * (K_COLUMNS / 2);  // fragments of the output that a slot writes
 constexpr float WEIGHT_SHIFT = is_same_v<T, half> ? 14.0f : 0.0f;
 
 constexpr int SCORES_ROOM = SIMD_GROUPS * HELD * 64;
 constexpr int SUMS_ROOM = SIMD_GROUPS * OWN * 64;
-threadgroup T queries[PAIRS * 2 * 8];  // of 8 heads: [PARTS, DK_PART, 8 columns, 8 heads], columns as load_row has them
+// Queries of 8 heads, [PARTS, DK_PART, 8 columns, 8 heads], with the columns in the order of load_row.
+threadgroup T queries[PAIRS * 2 * 8];
 threadgroup float exchange[SCORES_ROOM > SUMS_ROOM ? SCORES_ROOM : SUMS_ROOM];
 threadgroup T weights[SLOTS * HELD * 64];       // [SLOTS, HELD, 8 heads, 8 keys]
-threadgroup float peaks[SIMD_GROUPS * 8];       // over the keys of each SIMD group's threads
-threadgroup float totals[SIMD_GROUPS * 8];
+threadgroup float peaks[SIMD_GROUPS * 8];       // largest score of each head over the keys of a SIMD group's threads
+threadgroup float totals[SIMD_GROUPS * 8];      // sum of each head's weights over the same keys
 
 const int tid = int(thread_index_in_threadgroup);
 const int group = int(simdgroup_index_in_threadgroup);
@@ -86,9 +88,9 @@ simdgroup_matrix<T, 8, 8> keys[HELD][DK_PART];
   }
 }
 
-// Fragments of this lane in the exchange of scores, [SLOTS, HELD, PARTS, 8 keys, 8 heads].
+// This lane's elements in the exchange of scores, [SLOTS, HELD, PARTS, 8 keys, 8 heads].
 threadgroup float* own_scores = exchange + uint((slot * HELD * PARTS + part) * 64 + lane_row * 8 + lane_column);
-// This thread's score: of fragment `group` / 2, the key `own_key`, and the head `lane` % 8.
+// This thread adds the parts of one score: key `own_key` of fragment `group` / 2, and head `lane` % 8.
 const int own_key = group % 2 * 4 + lane / 8;
 threadgroup const float* own_parts = exchange + uint(group / 2 * PARTS * 64 + own_key * 8 + lane % 8);
 threadgroup T* own_weights = weights + uint(group / 2 * 64 + lane % 8 * 8 + own_key);
@@ -96,7 +98,7 @@ threadgroup const T* queries_of_lane = queries + uint(part * (DK_PART * 64) + la
 threadgroup const T* weights_of_slot = weights + uint(slot * (HELD * 64) + lane_row * 8 + lane_column);
 
 for (int strip = first_strip - 1; strip < end_strip; ++strip) {
-  float peak = LOWEST;  // of this thread's head
+  float peak = LOWEST;  // largest score of this thread's head
   if (strip >= first_strip) {
     simdgroup_matrix<float, 8, 8> products[HELD];  // [keys x heads]
     #pragma clang loop unroll(full)
@@ -113,7 +115,7 @@ for (int strip = first_strip - 1; strip < end_strip; ++strip) {
         simdgroup_multiply_accumulate(products[h], keys[h][d], of_heads, products[h]);
       }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // the outputs of the heads before have been read
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // the sums of the heads before have been read from `exchange`
     #pragma clang loop unroll(full)
     for (int h = 0; h < HELD; ++h) {
       own_scores[h * PARTS * 64] = products[h].thread_elements()[0];
@@ -126,27 +128,27 @@ for (int strip = first_strip - 1; strip < end_strip; ++strip) {
       score += own_parts[p * 64];
     }
     score = key_begin + group / 2 * 8 + own_key < key_end ? score * scale : LOWEST;
-    // The four lanes of a head differ in bits 3 and 4.
+    // The numbers of the four lanes of a head differ in bits 3 and 4.
     peak = max(score, simd_shuffle_xor(score, ushort(8)));
     peak = max(peak, simd_shuffle_xor(peak, ushort(16)));
     if (lane < 8) {
       peaks[group * 8 + lane] = peak;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    #pragma clang loop unroll(disable)  // the loads together would take as many registers
+    #pragma clang loop unroll(disable)  // unrolled, the loads would take a register each
     for (int g = 0; g < SIMD_GROUPS; ++g) {
       peak = max(peak, peaks[g * 8 + lane % 8]);
     }
     const T w = T(fast::exp2(score - peak + WEIGHT_SHIFT));
     *own_weights = w;
-    float total = float(w);  // the rounded weight, as the product below takes it
+    float total = float(w);  // the rounded weight, which the product below uses
     total += simd_shuffle_xor(total, ushort(8));
     total += simd_shuffle_xor(total, ushort(16));
     if (lane < 8) {
       totals[group * 8 + lane] = total;
     }
   }
-  // Queries of the next heads. All scores of these heads have been computed.
+  // Load the queries of the next heads. The queries in memory are not needed any more: all scores are computed.
   if (strip + 1 < end_strip) {
     for (int i = tid; i < 8 * PAIRS; i += NUM_THREADS) {
       const int own = i / PAIRS, pair = i % PAIRS;
@@ -173,7 +175,7 @@ for (int strip = first_strip - 1; strip < end_strip; ++strip) {
     continue;
   }
 
-  simdgroup_matrix<float, 8, 8> own[OWN];  // [heads x columns], of the columns that this slot writes
+  simdgroup_matrix<float, 8, 8> own[OWN];  // [heads x columns], for the columns that this slot writes
   threadgroup float* of_other =
       exchange + uint(((1 - slot) * PARTS + part) * (OWN * 64) + lane_row * 8 + lane_column);
   #pragma clang loop unroll(full)
@@ -219,7 +221,7 @@ for (int strip = first_strip - 1; strip < end_strip; ++strip) {
       }
     }
   }
-  // A thread of the first SIMD group has this peak for each head.
+  // Thread i of the first 8 has the peak of head i.
   if (tid < 8 && strip * 8 + tid < H) {
     float sum = 0.0f;
     #pragma clang loop unroll(disable)

@@ -4,21 +4,24 @@
 //
 // metal_sim: never small: cu_seqlens, reads
 //
-// A thread computes one channel of a tile: at most TILE consecutive rows of one segment. Their inputs and the K - 1
-// before them are in its registers. With TILE 8, K 4 and a segment of 11 rows (s: its state, x: its rows):
+// A thread computes one channel of a tile, which is at most TILE consecutive rows of one segment. It holds the inputs
+// of these rows, and the K - 1 inputs before them, in registers. With TILE 8, K 4 and a segment of 11 rows (s: inputs
+// in the segment's state, x: inputs of its rows):
 //
 //     s0 s1 s2 x0 x1 x2 x3 x4 x5 x6 x7 x8 x9 x10
 //     |------| |--------------------|                first tile: reads the state, if the segment has one
 //                             |------| |------|      last tile: reads the inputs before its own, and writes the new
 //                                        -------     state, x8 x9 x10
 //
-// A tile has at least K - 1 rows or is its segment's last, so a state is read by the first tile only: once.
+// A tile has at least K - 1 rows or is its segment's last tile. Only the first tile of a segment therefore reads the
+// state.
 //
-// Tiles are found without a table. Segment i begins at tile cu_seqlens[i] / TILE + i, which leaves it as many tiles as
-// it needs or one more, and that one ends at once. Where cu_seqlens is longer than the segments, it repeats its end.
+// A thread finds its segment without a table of tiles. Segment i begins at tile cu_seqlens[i] / TILE + i. This leaves
+// each segment as many tiles as it needs, or one more, whose threads end at once. If cu_seqlens is padded, its last
+// element is repeated.
 //
 // Grid: (channels, rows / TILE + segments, 1).
-// Template: T (of x, states and out), K (inputs of an output), TILE, HAS_BIAS, SILU.
+// Template: T (type of x, states and out), K (inputs of an output), TILE, HAS_BIAS, SILU.
 
 static_assert(TILE >= K - 1, "only the first tile of a segment may reach into its state");
 
@@ -26,7 +29,7 @@ const int channel = int(thread_position_in_grid.x);
 const int channels = int(x_shape[1]);
 const int tile = int(thread_position_in_grid.y);
 
-int segment = 0;  // the last that begins at this tile or before
+int segment = 0;  // last segment that begins at this tile or before
 int after = int(cu_seqlens_shape[0]) - 1;
 while (after - segment > 1) {
   const int middle = (segment + after) / 2;
@@ -36,21 +39,21 @@ while (after - segment > 1) {
     after = middle;
   }
 }
-const int first = cu_seqlens[segment];                       // packed row
+const int first = cu_seqlens[segment];                       // first packed row of the segment
 const int length = cu_seqlens[segment + 1] - first;
 const int begin = (tile - (first / TILE + segment)) * TILE;  // rows of the segment before this tile
 
 if (begin == 0 || begin < length) {
-  const int read = reads[segment];  // -1: from nothing
+  const int read = reads[segment];  // row of `states` with the initial state; -1: a zero state
   float taps[K];
   #pragma clang loop unroll(full)
   for (int j = 0; j < K; ++j) {
     taps[j] = float(weight[channel * K + j]);
   }
-  float inputs[K - 1 + TILE];       // those before the tile, and its own
+  float inputs[K - 1 + TILE];       // K - 1 inputs before the tile, then the tile's own
   #pragma clang loop unroll(full)
   for (int i = 0; i < K - 1 + TILE; ++i) {
-    const int row = begin - (K - 1) + i;  // of the segment; below zero: in its state
+    const int row = begin - (K - 1) + i;  // row of the segment; below zero: an input in its state
     if (row >= 0) {
       inputs[i] = row < length ? float(x[ulong(first + row) * channels + channel]) : 0.0f;
     } else {
@@ -69,7 +72,7 @@ if (begin == 0 || begin < length) {
       out[ulong(first + begin + i) * channels + channel] = T(SILU ? sum / (1.0f + precise::exp(-sum)) : sum);
     }
   }
-  // The loop stands for an index that is known at compile time.
+  // The loop makes the index of `inputs` known at compile time. Only one of its iterations stores the new state.
   #pragma clang loop unroll(full)
   for (int rows = 0; rows <= TILE; ++rows) {
     if (begin + rows == length) {

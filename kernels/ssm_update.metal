@@ -8,20 +8,20 @@
 //     S <- S * exp(-exp(A_log) * dt[t]) + outer(x[t] * dt[t], B[t])
 //     y[t] = S C[t] + x[t] * D
 //
-// Rows of S are shared out and kept as in gated_delta.metal: LANES lanes each, four columns at a time, in float32
-// registers from the segment's first packed row to its last. So S is read once and written once.
+// LANES lanes hold one row of S as in gated_delta.metal: each lane takes four columns at a time, in float32 registers,
+// from the segment's first packed row to its last. S is therefore read once and written once.
 //
 // Grid: (32, SIMD groups for the Dh rows of S, segments * H).
-// Template: T (of y), H (heads), G (groups of heads that share B and C), Dh, Ds, LANES.
+// Template: T (type of y), H (heads), G (groups of heads that share B and C), Dh, Ds, LANES.
 
-constexpr int PER_LANE = Ds / LANES;      // numbers that a lane keeps of S
+constexpr int PER_LANE = Ds / LANES;      // elements of S that a lane holds
 constexpr int STATE_ROWS = 32 / LANES;    // rows of S in a SIMD group
 static_assert(Ds % (LANES * 4) == 0, "lanes take four columns at a time");
 
 const int lane = int(thread_index_in_simdgroup);
 const int first_column = lane % LANES * 4;
 const int row = int(thread_position_in_grid.y) * STATE_ROWS + lane / LANES;
-const bool row_exists = row < Dh;         // lanes without a row take part in shuffles
+const bool row_exists = row < Dh;         // lanes without a row only take part in shuffles
 const int segment = int(thread_position_in_grid.z) / H;
 const int head = int(thread_position_in_grid.z) % H;
 const int group = head / (H / G);
@@ -29,7 +29,7 @@ const float rate = -precise::exp(float(A_log[head]));
 const float skip = float(D[head]);
 
 float state[PER_LANE];
-const int read = reads[segment];          // -1: from nothing
+const int read = reads[segment];          // row of `states` with the initial state; -1: a zero state
 const ulong read_at = ((ulong(max(read, 0)) * H + head) * Dh + row) * Ds;
 #pragma clang loop unroll(full)
 for (int i = 0; i < PER_LANE; ++i) {
@@ -46,7 +46,7 @@ for (int t = cu_seqlens[segment]; t < end; ++t) {
   const float input = row_exists ? float(x[head_at * Dh + row]) : 0.0f;
   const float added = input * step;
 
-  // Four sums, so that a lane's products need not wait for each other.
+  // Four sums, so that a lane's additions need not wait for each other.
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   #pragma clang loop unroll(full)
   for (int i = 0; i < PER_LANE; ++i) {
