@@ -147,7 +147,8 @@ class BackendChoice:
             agree: returns the maximum of a number over all ranks. All ranks use the kernels, or no rank.
 
         Returns:
-            ``chosen`` if the kernels work on all ranks or are not used, else a choice without the index kernels.
+            ``chosen`` itself if the kernels work on all ranks, or if ``chosen`` does not use them. Otherwise the same
+            choice without the index kernels.
         """
         metal = chosen.metal
         if metal is None or metal.index_kernels is None:

@@ -89,8 +89,8 @@ class Tuner:
 
         Args:
             metal: backend of the kernel.
-            kinds: kinds of layers that the kernel computes, the most important first. Each missing kind is measured for
-                an equal part of the time that is left.
+            kinds: kinds of layers that the kernel computes, the most important first. The kinds that the file lacks
+                share the remaining time equally.
             block_size: tokens of a block.
             may_use_mlx: True if MLX's operations may be chosen.
         """

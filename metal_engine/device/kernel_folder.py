@@ -92,7 +92,8 @@ def _in_users_folder(variable: str, folder: Path) -> Path:
 def _other_thing(folder: Path) -> Path | None:
     """Return the path of a file or folder, in a folder of this user, that MLX has not written.
 
-    None if there is no such path, the folder is missing or belongs to another user, or the path is not a folder.
+    Return None if MLX has written everything in the folder. Also return None if ``folder`` is missing, is not a folder
+    or belongs to another user.
     """
     try:
         status = os.lstat(folder)

@@ -42,7 +42,7 @@ def _num_unfinished(path: Path) -> int:
 
 
 def refusal(limits: CommandBufferLimits) -> str | None:
-    """Return the reason not to set these limits. Return None if they can be set, or if there is no cache directory."""
+    """Return the reason against these limits. Return None if there is no reason, or no cache directory."""
     with suppress(FileNotFoundError):  # no cache directory
         path = _path(limits)
         if _num_unfinished(path) >= MOST_UNFINISHED:
@@ -77,5 +77,5 @@ def trying_limits() -> Iterator[None]:
         raise
     finally:
         if path is not None and not took_too_long:
-            with suppress(OSError):  # the file could not be written before, so that nothing is counted
+            with suppress(OSError):  # writing the file failed before, so this start is not counted
                 path.unlink(missing_ok=True)

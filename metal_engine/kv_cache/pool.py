@@ -254,8 +254,8 @@ class StatePool:
     def recover_state(self, state: LayerState) -> bool:
         """Make one layer's arrays usable after failed work on that layer alone.
 
-        Return False if the arrays cannot be evaluated. They are then replaced by empty ones, and the layer's rows of
-        all requests are lost.
+        If the arrays cannot be evaluated, replace them by empty arrays and return False. The layer's rows of all
+        requests are then lost.
         """
         try:
             mx.eval(state.writes_done_marker())

@@ -75,9 +75,11 @@ class AdaptedLayer:
 
 
 def _parts(shape: Sequence[int], given: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the weights for a slot of a stack of this shape in parts, padded with zeros: (first row, [n, columns]).
+    """Yield the weights for a slot of a stack in parts, padded with zeros: (first row, [n, columns] float32).
 
-    The parts are float32. They are all zero if ``given`` is None.
+    Args:
+        shape: shape of the stack, [slots, rows, columns].
+        given: weights, at most [rows, columns]; None for zeros.
     """
     _, num_rows, num_columns = shape
     num = max(PART_BYTES // (4 * num_columns), 1)

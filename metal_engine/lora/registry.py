@@ -118,8 +118,8 @@ class AdapterRegistry:
     def _slot_for(self, name: str, file: AdapterFile) -> int:
         """Take a free slot, or else unload the adapter of this name and take its slot.
 
-        Raises AdapterError if no slot is free and the adapter of this name is in use or missing, or if the new weights
-        are invalid, which is checked before an adapter is unloaded.
+        Checks the new weights before it unloads an adapter. Raises AdapterError if the weights are invalid, or if no
+        slot is free and the adapter of this name is in use or missing.
         """
         if not self._free_slots and name in self._adapters:
             for _ in self._pieces(file):

@@ -30,6 +30,6 @@ class CurrentStep:
         self.logits_indices: mx.array | None = None  # [R]
         self.hidden_indices: mx.array | slice | None = None  # [P]
         self.hidden: mx.array | None = None  # [P, 1, hidden_size], rows of hidden_indices, set by the trunk
-        # By number of selected keys and dimensions of an index; None: no request of this step has more keys than that.
+        # Plans by (number of keys that a row selects, dimensions of the index). None: all rows attend to all keys.
         self.selection_plans: dict[tuple[int, Dims], SelectionPlan | None] = {}
         self.given: mx.array | None = None  # [R, 1, hidden_size], output of the trunk, which then does not run

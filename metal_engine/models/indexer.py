@@ -239,7 +239,7 @@ class IndexCache(IndexOwner):
         self.num_writes = 0
         self.num_reads = 0
         self.observe: Callable[[StepRows, KeySelection | None], None] | None = None
-        self._selections: list[KeySelection | None] = []  # one between select() and take(), else empty
+        self._selections: list[KeySelection | None] = []  # select() stores one selection, and take() removes it
 
     @property
     def keys(self) -> mx.array:

@@ -139,7 +139,7 @@ def recorded(model: nn.Module) -> list[Recorder]:
 
 
 def _patch_modules(model: nn.Module) -> None:
-    """Patch the modules for which it is not enough to replace mlx-lm's attention function and recurrences."""
+    """Patch modules that need changes besides the replaced attention function and recurrences."""
     replace_namespaces(model)
     patch_indexers(model)
     patch_ngrams(model)

@@ -74,7 +74,7 @@ def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedMode
             indexer.ranks = group if indexer.can_share else None
         after = recorded(model)
     except (*_CANNOT, UnsupportedModelError) as error:
-        # Name the layer if its heads are the cause. The cause may be something else, such as the columns of a matrix.
+        # Name the layer if its heads are the cause. Another cause is a matrix whose columns do not divide evenly.
         for layer, one in enumerate(before):
             if not _has_even_heads(one, size):
                 raise UnsupportedModelError(f"{_uneven(layer, one, size)} ({one_line(error)})") from error

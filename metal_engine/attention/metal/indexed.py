@@ -9,8 +9,8 @@ Each kernel runs once per tile of a :class:`~metal_engine.attention.indexed.Sele
     merge_splits               if the lists are split
 
 A list has the positions of the keys that one row has selected. Lists are planned as contexts: each row is a decode
-whose context is its list. In a tile of one or more requests with few rows, a list is split as if its row were alone, so
-that a decode has the same bits in every batch. The lists of a long chunk share the device.
+whose context is its list. In a tile of requests with few rows, a list is split as if its row were alone. A decode
+therefore has the same bits in every batch. The lists of a long chunk share the device.
 """
 
 from __future__ import annotations

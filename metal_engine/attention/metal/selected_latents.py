@@ -27,8 +27,8 @@ RANGE_KEYS = SLOTS * 4 * 8  # latents that a threadgroup holds in registers
 def reads_latents_once(kind: Kind) -> bool:
     """Return True if this kernel computes a kind of layer.
 
-    ``paged_attention_selected`` computes all other kinds. It also reads latents once if one tile has all heads. This
-    kernel supports no quantized latents, and no float32, whose queries do not fit into its threadgroup memory.
+    ``paged_attention_selected`` computes all other kinds: quantized latents, float32, whose queries are too large for
+    this kernel's threadgroup memory, and layers whose heads fit one tile, so that it also reads each latent once.
     """
     shape = kind.shape
     return shape.is_latent and not shape.bits and shape.dtype.size == 2 and shape.num_heads > kind.variant.tile_rows
@@ -89,7 +89,7 @@ class SelectedLatents:
 
         Args:
             inputs: arrays of the kernel's inputs, in their order.
-            kind: kind of layer for which :func:`reads_latents_once` is True.
+            kind: kind of layer that the kernel supports (:func:`reads_latents_once`).
             ranges: ranges of the rows' lists.
             num_cores: approximate number of cores of the GPU.
         """

@@ -1,7 +1,7 @@
 """Attention to the keys that an index selects, in MLX's operations.
 
-Memory is limited to a few tiles of scores. The operations of a tile, or of a part of it, therefore depend on the
-previous result, so that MLX does not compute several of them at once.
+Memory is limited to a few tiles of scores. Each tile, or part of a tile, therefore depends on the previous result, so
+that MLX computes only one of them at a time.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ _Seen = tuple[mx.array, mx.array, mx.array]  # for one request: peak [1, Hq], to
 
 
 def _add(seen: _Seen | None, scores: mx.array, values: mx.array, weights: Weights) -> _Seen:
-    """Add L keys as :func:`update` does, with scores by key, [L, Hq]. ``seen`` is None if there are no keys before."""
+    """Add L keys as :func:`update` does, with scores by key, [L, Hq]. ``seen`` is None for a request's first keys."""
     peak = mx.max(scores, axis=0, keepdims=True)
     if seen is not None:
         peak = mx.maximum(peak, seen[0])

@@ -1,8 +1,8 @@
 """Softmax over keys that arrive tile by tile, in float32 and base 2.
 
-Stores three values per row: the largest score so far, the sum of 2^(score - largest), and the sum of the values with
-these weights (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). The result is the weighted
-sum of the values divided by the sum of the weights.
+A key's weight is 2^(score - largest score so far). Each row stores its largest score, the sum of the weights, and the
+weighted sum of the values. The result is the weighted sum divided by the sum of the weights (Milakov and Gimelshein,
+"Online normalizer calculation for softmax", 2018).
 """
 
 from __future__ import annotations

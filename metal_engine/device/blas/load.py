@@ -138,8 +138,8 @@ def _mlx_library() -> str | None:
 def _describe(problem: str) -> BlasInfo:
     """Describe the library in use, which may differ from the one just loaded.
 
-    ``problem`` is the reason why no optimized BLAS was loaded, or empty. It is dropped if the library in use is
-    optimized.
+    ``problem`` is the reason why no optimized BLAS was loaded, or empty. The result has it only if the library in use
+    is not optimized.
     """
     path = blas_in_use()
     if path is None:

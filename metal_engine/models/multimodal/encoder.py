@@ -18,8 +18,8 @@ class ImageFeatures:
 
     Attributes:
         embeddings: features that replace the embeddings of the image's tokens, [F, hidden_size].
-        by_layer: for each of the first layers, features that are added to the layer's output (deepstack), each
-            [F, hidden_size].
+        by_layer: features that are added to the outputs of the first layers (deepstack), [F, hidden_size] for each of
+            these layers.
     """
 
     embeddings: mx.array

@@ -22,7 +22,7 @@ class StepImages:
     Attributes:
         rows: indices of the packed rows with features, [V] int32.
         embeddings: features that replace the rows' embeddings, [V, hidden_size].
-        by_layer: for each of the first layers, features that are added to its output, each [V, hidden_size].
+        by_layer: features that are added to the outputs of the first layers, [V, hidden_size] for each of these layers.
     """
 
     rows: mx.array
