@@ -75,7 +75,7 @@ def has_tensor_ops() -> bool:
     """Return True if the GPU and macOS support Metal's tensor operations on matrix units, False in doubt.
 
     The condition is the one for MLX's own kernels of this kind: an M5 or later and macOS 26.2. An M5 is GPU generation
-    17, or 18 for the smallest variant, "p". Imports MLX.
+    17. The smallest variant, "p", must be of generation 18. Imports MLX.
     """
     import mlx.core as mx
 

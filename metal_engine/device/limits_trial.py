@@ -1,4 +1,4 @@
-"""Remembers starts that ended while large command buffers ran for the first time, and then leaves MLX's limits alone.
+"""Records starts that ended while large command buffers ran for the first time, and then refuses larger limits.
 
 macOS ends a command buffer that keeps the GPU busy for too long, which may end the process. MLX reads its limits only
 once, so only the next start can use other limits. A file counts the starts whose largest step did not finish. A start

@@ -68,7 +68,7 @@ class OwnCachesState(RecurrentState):
         self.arrays, self._caches = dict(snapshot.arrays), dict(snapshot.pending["caches"])
 
     def pending(self) -> list[mx.array]:
-        # All arrays of all stored caches: a step computes on copies, so any of them may be unevaluated.
+        # All arrays of all stored caches, not only those of the last step.
         return [holder[key] for holder, key in array_places(list(self._caches.values()))]
 
     def pending_states(self) -> PendingByArray:

@@ -106,7 +106,10 @@ class StatePool:
 
     @property
     def kv_dtype(self) -> str:
-        """Return the type of stored keys and values, such as ``int8`` or ``bfloat16``; ``none`` if none are stored."""
+        """Return the type of stored keys and values, such as ``"int8"`` or ``"bfloat16"``.
+
+        Return ``"none"`` if no layer stores data for each token.
+        """
         specs = (state.spec for state in self.states if state.spec.bytes_per_token)
         spec = next(specs, None)
         if isinstance(spec, QuantizedKVSpec):

@@ -131,10 +131,12 @@ def check_adapter_folder(folder: Path, within: Path | None = None) -> None:
     """Check that an adapter's folder and configuration exist.
 
     Args:
+        folder: folder of the adapter.
         within: directory that must contain the files after links are followed. None allows any directory.
 
     Raises:
         AdapterError: the folder or the file is missing, or is outside ``within``.
+        OSError, RuntimeError, ValueError: the path is inaccessible or invalid, or has a loop of links.
     """
     if not _inside(folder, within).is_dir():
         raise AdapterError(f"{folder} is not a directory; an adapter must be a directory with {CONFIG}")
@@ -211,7 +213,7 @@ def _flag(given: Any, name: str, folder: Path) -> bool:
 
 
 def _peft_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
-    """Return rank and scale of a PEFT adapter. Raises AdapterError for unsupported options."""
+    """Return rank and scale of a PEFT adapter. Raises AdapterError for unsupported options and invalid values."""
     if config["peft_type"] != "LORA":
         raise AdapterError(f"{folder / CONFIG}: peft_type is {short(config['peft_type'])}; only LORA is supported")
     for name, harmless in _NOT_SUPPORTED.items():
@@ -224,7 +226,7 @@ def _peft_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
 
 
 def _mlx_lm_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
-    """Return rank and scale of an mlx-lm adapter. Raises AdapterError for unsupported options."""
+    """Return rank and scale of an mlx-lm adapter. Raises AdapterError for unsupported options and invalid values."""
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
         raise AdapterError(f"{folder / CONFIG}: fine_tune_type {short(kind)} is not supported; only lora is")

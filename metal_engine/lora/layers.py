@@ -122,7 +122,8 @@ class AdapterRows:
             places = np.full(len(slots), len(order), np.int32)  # rows without an adapter use an appended row of zeros
             places[order] = np.arange(len(order), dtype=np.int32)
             self._order, self._places, slots = mx.array(order.astype(np.int32)), mx.array(places), slots[order]
-            self._picked: tuple[mx.array, mx.array] | None = None  # cache: neighbouring layers have the same input
+            # The last layer's input and its sorted rows, because neighbouring layers have the same input.
+            self._picked: tuple[mx.array, mx.array] | None = None
         self._slots = mx.array(slots.astype(np.uint32))
 
     def added(self, layer: AdaptedLayer, x: mx.array, y: mx.array) -> mx.array:

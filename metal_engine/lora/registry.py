@@ -54,7 +54,7 @@ class AdapterRegistry:
 
     @property
     def adapters(self) -> list[Adapter]:
-        """Loaded adapters in the order of loading."""
+        """Loaded adapters in the order of loading. A replacement may have the position of the adapter it replaced."""
         return list(self._adapters.values())
 
     def load(

@@ -31,7 +31,7 @@ from metal_engine.models.paged_model import PagedModel, forward_error
 
 _NUM_TOKENS = 16  # minimum length of a request, which also has at least _BLOCK_SIZE tokens more than a block
 _BLOCK_SIZE = 8  # default block size of the check
-_MAX_BLOCK_SIZE = 32  # no kernel has larger blocks, which would only make the requests longer
+_MAX_BLOCK_SIZE = 32  # no kernel supports larger blocks, and they would only make the requests longer
 # The two requests use the last and the first slot, so that states must be read from the slots they were written to.
 _NUM_STATE_SLOTS = 3
 # A longer request, which crosses a sliding window, is run if the whole check stays within this number of operations (a

@@ -1,7 +1,7 @@
 """Replacements for operations of mlx-lm's models that MLX's CPU backend computes slowly, element by element.
 
-``mlx_lm_patch`` installs them only if MLX computes on a CPU. They have the same arguments and results, up to float32
-rounding. For other dtypes they call mlx-lm's functions.
+``mlx_lm_patch`` installs them only if MLX computes on a CPU. They have the same arguments and results as the original
+operations, up to float32 rounding. For arrays of other types, they call the original operations.
 """
 
 from __future__ import annotations

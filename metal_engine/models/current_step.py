@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class CurrentStep:
-    """State of the running step. Set by ``PagedModel.forward``, read by the layer caches, which share one instance."""
+    """State of the running step of a model or draft head, which sets it in each forward pass.
+
+    All layer caches and replaced functions of the model, or of the head, share the instance.
+    """
 
     def __init__(self, recurrence: MetalRecurrence | None = None) -> None:
         self.recurrence = recurrence  # for all steps

@@ -109,7 +109,8 @@ def new_head(model: nn.Module, layers: Sequence[int] = (), **options: Any) -> Dr
         options: further arguments of :class:`DraftHead`.
 
     Raises:
-        UnsupportedModelError: the model's layers cannot be created in this way, or not exactly one block has attention.
+        UnsupportedModelError: the model's layers cannot be created in this way, not exactly one block has attention, or
+            the epsilon of the model's norms has an unknown name.
     """
     args = getattr(getattr(model, "language_model", model), "args", None) or model.args
     blocks = [_new_layer(model.layers[i], i, args) for i in layers or (last_attention_layer(model),)]

@@ -152,7 +152,7 @@ class PagedIndexer(PagedIndex, deepseek_v32.Indexer):
 
     def result(self, is_selected: np.ndarray) -> mx.array:
         rows = np.arange(is_selected.shape[1])
-        # Positions of selected keys come first. Padding: a row sees its own key.
+        # Positions of selected keys come first. Padding repeats the row's own position, which the row sees.
         order = np.argsort(~is_selected[0], axis=-1, kind="stable")[:, : self.index_topk]
         padded = np.where(np.take_along_axis(is_selected[0], order, axis=-1), order, rows[:, None])
         return mx.array(padded[None, None].astype(np.uint32))

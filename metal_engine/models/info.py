@@ -87,7 +87,8 @@ def expected_model_info(
     except UnsupportedModelError as error:
         if error.__cause__ is None:
             raise
-        logger.debug("no sketch of %s", name, exc_info=error)  # as above: the files may not match each other
+        # Loading the model will report the problem: the files may not match each other.
+        logger.debug("no sketch of %s", name, exc_info=error)
         return None
     return _info(name, config, paged, dtype=facts.dtype, num_params=facts.num_params, weight_bytes=weight_bytes)
 

@@ -1,8 +1,8 @@
 """Attention layers with a softcap on their scores (Gemma 2), which compute attention themselves.
 
 mlx-lm's shared attention function has no softcap. Such a layer therefore multiplies queries and keys in its own code,
-which cannot use a paged cache. With one of our caches, the code below runs instead, with the layer's projections. The
-check at load compares it with the layer's own code, like all replaced functions.
+which cannot use a paged cache. With one of our caches, :func:`_attend_with_softcap` runs instead, with the layer's
+projections. The check at load compares its results with those of the layer's own code, as for all replaced functions.
 """
 
 from __future__ import annotations

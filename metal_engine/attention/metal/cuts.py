@@ -21,8 +21,8 @@ class Cut:
         most_held: maximum number of key fragments that a SIMD group loads together.
         most_strips: maximum number of row fragments of a direct item. Items with more rows are staged, if the shape can
             be staged.
-        staged_parts: minimum number of SIMD groups that share the columns of a staged item; 0 if no item is staged. 2
-            halves the rows of a tile.
+        staged_parts: minimum number of SIMD groups that share the columns of a staged item; 0 if no item is staged.
+            With 2 instead of 1, a tile has half the rows.
         tensor_ops: True if the kernel may use the GPU's tensor operations.
     """
 

@@ -1,4 +1,4 @@
-r"""Plans the portable backend's work in a step on the host: which rows meet which keys, in tiles of which size.
+r"""Plans the portable backend's work in a step on the host: the keys that each row is multiplied with, and the tiles.
 
 A step's rows are divided into *units*. A unit gathers only keys that one of its rows may see:
 

@@ -34,7 +34,7 @@ class ImageFamily:
     features: ComputeFeatures | None = None
 
     def axes(self, config: Mapping[str, Any]) -> Axes | None:
-        """Return the axes of a model's rotary embedding.
+        """Return the axes of a model's rotary embedding; None if it has one axis.
 
         Args:
             config: content of ``config.json``.
@@ -70,7 +70,7 @@ def _pixtral(config: Any, rows: int, columns: int) -> SampleImage:
 
 
 def _llava(config: Any, rows: int, columns: int) -> SampleImage:
-    """All images have the size that the encoder was trained for."""
+    """Make an image of the encoder's only size. ``rows`` and ``columns`` have no effect."""
     vision = config.vision_config
     num_features = (vision.image_size // vision.patch_size) ** 2
     if config.vision_feature_select_strategy == "full":
@@ -101,7 +101,7 @@ def _kimi(config: Any, rows: int, columns: int) -> SampleImage:
 
 
 def _gemma3(config: Any, rows: int, columns: int) -> SampleImage:
-    """All images have the size that the encoder was trained for."""
+    """Make an image of the encoder's only size. ``rows`` and ``columns`` have no effect."""
     side = config.vision_config.image_size
     return SampleImage({"pixel_values": _random(1, 3, side, side)}, config.text_config.mm_tokens_per_image)
 
@@ -144,7 +144,7 @@ def _gemma4_features(model: Any, pixels: mx.array, inputs: Mapping[str, mx.array
 
 
 def _idefics3(config: Any, rows: int, columns: int) -> SampleImage:
-    """Each tile has a constant number of features."""
+    """Make an image of whole tiles. Each tile has a constant number of features."""
     side, patch = config.vision_config.image_size, config.vision_config.patch_size
     features = (side // patch // config.scale_factor) ** 2
     tiles = max(1, rows * columns // features)
@@ -156,7 +156,7 @@ def _idefics3(config: Any, rows: int, columns: int) -> SampleImage:
 
 
 def _internvl(config: Any, rows: int, columns: int) -> SampleImage:
-    """Each tile has a constant number of features."""
+    """Make an image of whole tiles. Each tile has a constant number of features."""
     side, patch = config.vision_config.image_size, config.vision_config.patch_size
     features = int(side // patch * config.downsample_ratio) ** 2
     tiles = max(1, rows * columns // features)
