@@ -27,8 +27,11 @@ RANGE_KEYS = SLOTS * 4 * 8  # latents that a threadgroup holds in registers
 def reads_latents_once(kind: Kind) -> bool:
     """Return True if this kernel computes a kind of layer.
 
-    ``paged_attention_selected`` computes all other kinds: quantized latents, float32, whose queries are too large for
-    this kernel's threadgroup memory, and layers whose heads fit one tile, so that it also reads each latent once.
+    ``paged_attention_selected`` computes all other kinds:
+
+    - layers whose heads fit one tile, because it then also reads each latent once
+    - quantized latents
+    - float32, because the queries would not fit into this kernel's threadgroup memory
     """
     shape = kind.shape
     return shape.is_latent and not shape.bits and shape.dtype.size == 2 and shape.num_heads > kind.variant.tile_rows
