@@ -60,5 +60,5 @@ def _check_paths(args: EngineArgs) -> None:
     for module in args.adapters:
         try:
             check_adapter_folder(Path(module.path).expanduser())
-        except AdapterError as error:
+        except (AdapterError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(LORA_MODULES, f"{LORA_MODULES}: {error}") from error

@@ -59,6 +59,5 @@ def attention_kinds(paged: PagedModel) -> list[AttentionKind]:
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise forward_error(error) from error
     finally:
-        for state in paged.pool.states:
-            state.release()
+        paged.pool.release()
     return recording.kinds

@@ -41,7 +41,7 @@ def measure_step_bytes(
     The first requests get as many tokens as possible, and the remaining requests one token each. If layers have an
     index, all requests also have a context, so that their rows select keys. Sampling uses top-p, the expensive path.
     The step also serves as a warm-up that compiles kernels. A small step is run several times, and the largest result
-    counts. Leaves ``model`` without a cache.
+    counts. The pool of the model is not allocated afterwards.
 
     Args:
         max_positions: maximum length of a request; None: no limit.

@@ -35,6 +35,7 @@ WRONG = [
     (["serve", "demo", "--kv-transfer-config", "{}"], "--kv-transfer-config needs 'kv_connector'"),
     (["serve", "demo", "--ssl-certfile", "no", "--ssl-keyfile", "no"], "--ssl-certfile, --ssl-keyfile"),
     (["serve", "demo", "--lora-modules", "a=./nowhere"], "nowhere is not a directory"),
+    (["serve", "demo", "--lora-modules", "a=./" + "n" * 300], "--lora-modules: "),  # the system refuses to look it up
     (["serve", "demo", "--enable-lora", "--lora-dir", "./nowhere"], "--lora-dir ./nowhere is not a directory"),
     (["serve", "demo", "--lora-dir", "."], "--lora-dir needs --enable-lora"),
     (["serve", "demo", "--tokenizer", "./nowhere"], "./nowhere is not a directory (--tokenizer)"),
