@@ -7,9 +7,9 @@ import logging
 import signal
 import sys
 
-from metal_engine.build import build_engine
 from metal_engine.distributed.launch import end_with, launched_rank
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
+from metal_engine.loading.build import build_engine
 from metal_engine.settings.args import EngineArgs
 from metal_engine.step import RunnerLostError
 

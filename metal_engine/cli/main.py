@@ -136,8 +136,8 @@ def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
         logger.info(
             "the launcher must restart all %d ranks if one ends: this server does not replace them", args.num_ranks
         )
-    from metal_engine.build import build_engine
     from metal_engine.engine.engine_thread import EngineThread
+    from metal_engine.loading.build import build_engine
 
     return EngineThread(lambda: build_engine(args))
 

@@ -76,9 +76,9 @@ def _pull(
             raise ConfigError(None, f"{model} is a path: `pull` takes a repository on the hub, `serve` takes both")
         check_model_name(model)
         device = _device()
-        from metal_engine.build import check_before_loading
         from metal_engine.checkpoints.draft_head_sources import pull_only_head
         from metal_engine.checkpoints.find import fetch_model, find_model, hub_name
+        from metal_engine.loading.build import check_before_loading
 
         args = EngineArgs(model=model, download_dir=download_dir)
         if model != DEMO_MODEL and (head := pull_only_head(hub_name(args), download_dir)) is not None:

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from metal_engine.build import check_before_loading
 from metal_engine.checkpoints import hub
 from metal_engine.checkpoints.loader import load
 from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.loading.build import check_before_loading
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from tests.support.checkpoint_files import CONFIG, VOCAB_SIZE, write_checkpoint, write_sparse_weights

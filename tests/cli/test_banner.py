@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from metal_engine.cli.banner import print_banner, startup_facts
-from metal_engine.image_encoder_loading import with_largest_image
+from metal_engine.loading.image_encoder import with_largest_image
 from metal_engine.settings.config import RankInfo, VisionConfig
 from tests.support.image_serving import VISION, seeing_config
 from tools.fixtures.fake_engine import fake_config

@@ -10,8 +10,8 @@ import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS
-from metal_engine.build import build_engine
 from metal_engine.errors import ConfigError
+from metal_engine.loading.build import build_engine
 from metal_engine.models.draft_head import PagedDraftHead
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import Request

@@ -12,9 +12,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from metal_engine.build import build_engine
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.loading.build import build_engine
 from metal_engine.server.listen import listen
 from metal_engine.server.run import run_server
 from metal_engine.settings.args import EngineArgs, ServerArgs

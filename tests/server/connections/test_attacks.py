@@ -269,7 +269,7 @@ def test_limits_of_the_process() -> None:
     """The soft limit is raised as needed for connections. Importing mlx-lm does not change it."""
     code = (
         "import resource\n"
-        "from metal_engine.build import build_engine\n"
+        "from metal_engine.loading.build import build_engine\n"
         "from metal_engine.server.connections.limits import connection_limits\n"
         "from metal_engine.settings.args import EngineArgs, ServerArgs\n"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from metal_engine.attention.choice import ChosenAttention
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.checkpoints.requirements import CheckpointRequirements
-    from metal_engine.model_opening import OpenedModel
+    from metal_engine.loading.opened_model import OpenedModel
     from metal_engine.models.multimodal.encoder import ImageEncoder
     from metal_engine.settings.args import EngineArgs
     from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo, VisionConfig

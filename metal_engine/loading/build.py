@@ -12,18 +12,18 @@ from metal_engine.checkpoints.image_encoders import feature_bytes, image_refusal
 from metal_engine.checkpoints.mlx_import import import_mlx
 from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.memory import limit_device_memory
-from metal_engine.draft_loading import admit_head, check_head, find_head, load_drafts
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
-from metal_engine.image_encoder_loading import add_image_input, find_vision, warn_of_refusal, with_largest_image
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
+from metal_engine.loading.drafts import admit_head, check_head, find_head, load_drafts
+from metal_engine.loading.image_encoder import add_image_input, find_vision, warn_of_refusal, with_largest_image
+from metal_engine.loading.opened_model import cannot_run, open_model
 from metal_engine.lora.files import open_adapter
 from metal_engine.lora.registry import AdapterRegistry
-from metal_engine.model_opening import cannot_run, open_model
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import TEXT_ONLY
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
@@ -284,9 +284,9 @@ def _expected_bytes(
     """
     import mlx.core as mx
 
+    from metal_engine.loading.encode_estimate import estimate_encode_bytes
+    from metal_engine.loading.step_estimate import estimate_step_bytes
     from metal_engine.models.info import expected_model_info
-    from metal_engine.runner.encode_estimate import estimate_encode_bytes
-    from metal_engine.runner.step_estimate import estimate_step_bytes
 
     info = expected_model_info(args.model, facts, args.kv_cache_dtype)
     if info is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
-from metal_engine.model_opening import open_model
+from metal_engine.loading.opened_model import open_model
 from metal_engine.settings.fields import format_size
 from metal_engine.settings.resolve import check_kv_cache
 from metal_engine.settings.speculative import FLAG as SPECULATIVE
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from metal_engine.checkpoints.checkpoint import StoredTensor
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.checkpoints.requirements import CheckpointRequirements
-    from metal_engine.model_opening import OpenedModel
+    from metal_engine.loading.opened_model import OpenedModel
     from metal_engine.models.draft_head import PagedDraftHead
     from metal_engine.runner.drafting import Drafter
     from metal_engine.settings.args import EngineArgs
