@@ -78,7 +78,7 @@ def _pull(
         device = _device()
         from metal_engine.checkpoints.draft_head_sources import pull_only_head
         from metal_engine.checkpoints.find import fetch_model, find_model, hub_name
-        from metal_engine.loading.build import check_before_loading
+        from metal_engine.loading.load_checks import check_before_loading
 
         args = EngineArgs(model=model, download_dir=download_dir)
         if model != DEMO_MODEL and (head := pull_only_head(hub_name(args), download_dir)) is not None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from metal_engine.checkpoints.image_encoders import feature_bytes, image_refusal
 from metal_engine.checkpoints.mlx_import import import_mlx
 from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.memory import limit_device_memory
@@ -16,18 +14,18 @@ from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.preparer import RequestPreparer
-from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
+from metal_engine.errors import AdapterError, ConfigError, ModelLoadError
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
-from metal_engine.loading.drafts import admit_head, check_head, find_head, load_drafts
-from metal_engine.loading.image_encoder import add_image_input, find_vision, warn_of_refusal, with_largest_image
-from metal_engine.loading.opened_model import cannot_run, open_model
+from metal_engine.loading.drafts import load_drafts
+from metal_engine.loading.image_encoder import add_image_input, with_largest_image
+from metal_engine.loading.load_checks import LoadChecks
+from metal_engine.loading.opened_model import open_model
 from metal_engine.lora.files import open_adapter
 from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import TEXT_ONLY
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
-from metal_engine.settings.resolve import check_kv_cache, expected_sizes, resolve_config
+from metal_engine.settings.resolve import resolve_config
 from metal_engine.settings.speculative import speculative_config
 from metal_engine.text.chat_template import templates_of
 from metal_engine.text.chat_template_file import check_templates, read_chat_template
@@ -37,14 +35,36 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from metal_engine.attention.choice import BackendChoice
-    from metal_engine.checkpoints.loader import Divide, LoadedModel
-    from metal_engine.checkpoints.requirements import CheckpointRequirements
+    from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.device.blas.load import BlasInfo
     from metal_engine.distributed.ranks import Ranks
+    from metal_engine.kv_transfer.runner_side import KVConnectorRunner
+    from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+    from metal_engine.loading.drafts import Drafts
+    from metal_engine.loading.opened_model import OpenedModel
     from metal_engine.models.paged_model import PagedModel
-    from metal_engine.settings.config import DeviceInfo, EngineConfig, VisionConfig
+    from metal_engine.settings.config import EngineConfig
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Inputs of a build.
+
+    Attributes:
+        args: settings of the engine.
+        access: access to the memory of the device.
+        blas: BLAS that MLX has loaded.
+        ranks: ranks of the engine.
+        transfer: settings of the KV store; None without a store.
+        earlier: configuration of an engine with the same settings, which this engine replaces.
+    """
+
+    args: EngineArgs
+    access: DeviceAccess
+    blas: BlasInfo
+    ranks: Ranks
+    transfer: KVTransferConfig | None
+    earlier: EngineConfig | None
 
 
 def build_engine(
@@ -76,86 +96,43 @@ def build_engine(
     keep_kernels_private()
     try:
         with starting_ranks(args) as ranks:
-            return _build(args, access, blas, chat_template, transfer, ranks, earlier)
+            return _build(_Inputs(args, access, blas, ranks, transfer, earlier), chat_template)
     except BaseException:
         end_streams_of_thread()
         raise
 
 
-def _build(
-    args: EngineArgs,
-    access: DeviceAccess,
-    blas: BlasInfo,
-    chat_template: str | None,
-    transfer: KVTransferConfig | None,
-    ranks: Ranks,
-    earlier: EngineConfig | None,
-) -> BuiltEngine:
-    import mlx.core as mx
+def _build(inputs: _Inputs, chat_template: str | None) -> BuiltEngine:
+    """Load a model and build its engine.
 
+    Args:
+        chat_template: chat template instead of the model's own.
+    """
     from metal_engine.attention.choice import choose_backend
     from metal_engine.checkpoints import loader
-    from metal_engine.checkpoints.requirements import check_memory
-    from metal_engine.device.info import device_info
 
+    args, ranks = inputs.args, inputs.ranks
     choice = choose_backend(args.attention_backend, args.block_size, args.attention_tuning)
-    before = ranks.device(access.unlimited(device_info(blas)))
-
-    def check(facts: CheckpointRequirements) -> None:
-        check_before_loading(args, facts, before, ranks.divide)
-        kv_bytes = (
-            0 if access is WHOLE_DEVICE else _expected_bytes(args, facts, before, image_refusal(facts.config, args))[0]
-        )
-        mx.random.seed(args.seed)
-        access.check_fits(facts.weight_bytes + kv_bytes)
-
-    place = Path()
-    vision: VisionConfig | str = TEXT_ONLY
-    refusal: str | None = None
-
-    def claim(facts: CheckpointRequirements) -> None:
-        nonlocal refusal, vision
-        refusal = admit_head(args, place, head_place, facts, before)
-        vision = find_vision(args, place, facts, before)
-        if isinstance(vision, str):
-            warn_of_refusal(args.model, vision)
-        if access is WHOLE_DEVICE:
-            return
-        _claim_for_loading(access, args, facts, before, vision)
-        check_memory(facts, args, device_info(blas))  # after other models have been unloaded
-
-    def look(path: Path) -> None:
-        nonlocal place
-        place = path
-        ranks.same_files(path)
-        check_head(args, head_place or path)
-
-    divide = ranks.load_shard if args.num_ranks > 1 else None
-    head_place = find_head(args)
-    check_tokenizer = _check_chat_template if chat_template is None else lambda tokenizer: None
-    loaded = loader.load(args, before, check, claim, check_tokenizer, divide=divide, look=look)
+    checks = LoadChecks(args, inputs.access, inputs.blas, ranks)
+    loaded = loader.load(
+        args,
+        checks.device,
+        checks.check,
+        checks.claim,
+        _check_chat_template if chat_template is None else lambda tokenizer: None,
+        divide=ranks.load_shard if args.num_ranks > 1 else None,
+        look=checks.check_files,
+    )
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
-    return _assemble(args, access, blas, choice, loaded, (head_place, refusal), vision, transfer, ranks, earlier)
+    return _assemble(inputs, choice, loaded, checks)
 
 
-def _assemble(
-    args: EngineArgs,
-    access: DeviceAccess,
-    blas: BlasInfo,
-    choice: BackendChoice,
-    loaded: LoadedModel,
-    head: tuple[Path | None, str | None],
-    vision: VisionConfig | str,
-    transfer: KVTransferConfig | None,
-    ranks: Ranks,
-    earlier: EngineConfig | None,
-) -> BuiltEngine:
+def _assemble(inputs: _Inputs, choice: BackendChoice, loaded: LoadedModel, checks: LoadChecks) -> BuiltEngine:
     """Build the engine of a loaded model.
 
     Args:
-        head: file or folder of a draft head outside the model's files, and the reason to ignore the head. May be None.
-        vision: processing of images, or the reason to refuse images.
+        checks: checks that the model has passed.
     """
     from metal_engine.device.info import device_info
     from metal_engine.runner.dispatch import choose_dispatch
@@ -163,13 +140,14 @@ def _assemble(
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.replay_check import check_replay
 
+    args, access, blas, ranks, earlier = inputs.args, inputs.access, inputs.blas, inputs.ranks, inputs.earlier
     began = time.monotonic()
     opened = open_model(args, loaded, choice, ranks, is_checked=earlier is not None)
-    info = add_image_input(args, loaded, opened, vision, is_checked=earlier is not None)
+    info = add_image_input(args, loaded, opened, checks.vision, is_checked=earlier is not None)
     opened = replace(opened, info=info)
     paged = opened.paged
     adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
-    drafts = load_drafts(args, loaded, opened, device_info(blas), choice, *head)
+    drafts = load_drafts(args, loaded, opened, device_info(blas), choice, checks.head, checks.head_refusal)
     device = ranks.device(device_info(blas))
     config = earlier or resolve_config(
         args,
@@ -199,20 +177,8 @@ def _assemble(
     config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.facts)
     limit_device_memory(config)
     scheduler_side, runner_side = None, None
-    if transfer is not None:
-        from metal_engine.kv_transfer.connect import connect_kv
-
-        specs, weights = [state.spec for state in paged.pool.states], loaded.model.parameters() | drafts.weights_of_kv
-        model_config = loaded.config
-        if paged.images is not None:  # KV of image tokens depend on the encoder and on the processing of images
-            weights |= {"image_encoder": paged.images.encoder.parameters()}
-            model_config = model_config | {"image_processing": opened.info.vision}
-        scheduler_side, runner_side, fingerprint = connect_kv(
-            transfer, args.block_size, loaded.name, weights, model_config, specs, opened.attention.layers.tuned
-        )
-        # Prefix hashes use the fingerprint of the KV store, so that other processes find the prefixes.
-        cache = replace(config.cache, model_fingerprint=fingerprint)
-        config = replace(config, cache=cache, kv_role=transfer.kv_role)
+    if inputs.transfer is not None:
+        config, scheduler_side, runner_side = _connect_kv(inputs.transfer, config, loaded, opened, drafts)
     runner = ModelRunner(
         paged,
         opened.attention.backend,
@@ -235,6 +201,25 @@ def _assemble(
         raise ModelLoadError(f"the control tokens of {loaded.name} are too long or too many to search for") from error
     core = EngineCore(config, ranks.lead(runner) or runner, scheduler_side)
     return BuiltEngine(core, RequestPreparer(config, tokenizer), adapters, loaded.tokenizer_path)
+
+
+def _connect_kv(
+    transfer: KVTransferConfig, config: EngineConfig, loaded: LoadedModel, opened: OpenedModel, drafts: Drafts
+) -> tuple[EngineConfig, KVConnectorScheduler, KVConnectorRunner]:
+    """Connect an engine to its KV store. Return the configuration with the store's fingerprint, and both halves."""
+    from metal_engine.kv_transfer.connect import connect_kv
+
+    paged, model_config = opened.paged, loaded.config
+    specs, weights = [state.spec for state in paged.pool.states], loaded.model.parameters() | drafts.weights_of_kv
+    if paged.images is not None:  # KV of image tokens depend on the encoder and on the processing of images
+        weights |= {"image_encoder": paged.images.encoder.parameters()}
+        model_config = model_config | {"image_processing": opened.info.vision}
+    scheduler_side, runner_side, fingerprint = connect_kv(
+        transfer, config.cache.block_size, loaded.name, weights, model_config, specs, opened.attention.layers.tuned
+    )
+    # Prefix hashes use the fingerprint of the KV store, so that other processes find the prefixes.
+    cache = replace(config.cache, model_fingerprint=fingerprint)
+    return replace(config, cache=cache, kv_role=transfer.kv_role), scheduler_side, runner_side
 
 
 def _check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -267,80 +252,3 @@ def _enable_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str,
     except AdapterError as error:
         raise ConfigError(LORA_MODULES, f"{LORA_MODULES}: {error}") from error
     return adapters
-
-
-def _expected_bytes(
-    args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo, refusal: str | None
-) -> tuple[int, int | None]:
-    """Estimate the memory that a model needs besides its weights, before the weights are read.
-
-    Args:
-        refusal: reason to refuse images; None to include their memory.
-
-    Returns:
-        Bytes of the KV cache and of kept features of images, as far as the settings and the configuration determine
-        them. Estimated bytes of the largest step and of encoding the largest image, or None if they cannot be estimated
-        yet.
-    """
-    import mlx.core as mx
-
-    from metal_engine.loading.encode_estimate import estimate_encode_bytes
-    from metal_engine.loading.step_estimate import estimate_step_bytes
-    from metal_engine.models.info import expected_model_info
-
-    info = expected_model_info(args.model, facts, args.kv_cache_dtype)
-    if info is None:
-        return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0, None
-    if refusal is None:
-        number_bytes = getattr(mx, facts.dtype).size
-        info = replace(
-            info, image_refusal=None, feature_bytes=feature_bytes(facts.config, info.hidden_size, number_bytes)
-        )
-    sizes = expected_sizes(args, info, device)
-    step_bytes = estimate_step_bytes(info, device, args.block_size, sizes.kv_bytes, sizes.num_tokens, sizes.num_rows)
-    if sizes.encoder_tokens:
-        step_bytes += estimate_encode_bytes(facts.config, device, sizes.encoder_tokens)
-    return sizes.kv_bytes + sizes.kept_image_bytes, step_bytes
-
-
-def _claim_for_loading(
-    access: DeviceAccess,
-    args: EngineArgs,
-    facts: CheckpointRequirements,
-    device: DeviceInfo,
-    vision: VisionConfig | str,
-) -> None:
-    """Reserve the memory for reading the weights and measuring a step. The final memory is reserved after that."""
-    refusal = vision if isinstance(vision, str) else None
-    kv_bytes, step_bytes = _expected_bytes(args, facts, device, refusal)
-    access.claim(facts.weight_bytes + kv_bytes, facts.weight_bytes + facts.reading_bytes, step_bytes)
-
-
-def check_before_loading(
-    args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo, divide: Divide | None = None
-) -> int | None:
-    """Check a model and the settings of its KV cache by its configuration and file headers. Loads MLX.
-
-    Args:
-        divide: reduces a model to this rank's shard, if there are several ranks.
-
-    Returns:
-        Upper limit on the tokens that the KV cache can hold; None if it cannot be determined yet.
-
-    Raises:
-        UnsupportedModelError: the model's architecture is not supported.
-        ConfigError: the KV cache cannot have the requested settings.
-    """
-    from metal_engine.models.info import expected_model_info
-
-    try:
-        if (
-            divide is not None
-            and (whole := expected_model_info(args.model, facts)) is not None
-            and whole.own_caches_reason
-        ):
-            check_kv_cache(args, whole, device)  # names the flag: such a model cannot be divided
-        info = expected_model_info(args.model, facts, args.kv_cache_dtype, divide)
-    except UnsupportedModelError as error:
-        raise cannot_run(args.model, facts.config, error) from error
-    return None if info is None else check_kv_cache(args, info, device)

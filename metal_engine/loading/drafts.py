@@ -189,7 +189,7 @@ def load_drafts(
     if config is None or config.method == "ngram":
         return Drafts()
     if config.method == "draft_model":
-        return _load_draft_model(config, args, target, opened, device, choice)
+        return _load_draft_model(config, args, target, device, choice)
     place = target.path if head is None else head
     name = config.model or f"the draft head of {target.name}"
     if config.method == "mtp":
@@ -224,12 +224,7 @@ def _naming_the_head() -> Iterator[None]:
 
 
 def _load_draft_model(
-    config: SpeculativeConfig,
-    args: EngineArgs,
-    target: LoadedModel,
-    opened: OpenedModel,
-    device: DeviceInfo,
-    choice: BackendChoice,
+    config: SpeculativeConfig, args: EngineArgs, target: LoadedModel, device: DeviceInfo, choice: BackendChoice
 ) -> Drafts:
     """Load a draft model.
 

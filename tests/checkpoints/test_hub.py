@@ -23,7 +23,7 @@ from huggingface_hub import constants
 from metal_engine.checkpoints import hub
 from metal_engine.checkpoints.loader import load
 from metal_engine.errors import ConfigError, ModelLoadError
-from metal_engine.loading.build import check_before_loading
+from metal_engine.loading.load_checks import check_before_loading
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from tests.support.checkpoint_files import CONFIG, VOCAB_SIZE, write_checkpoint, write_sparse_weights
