@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Any
 
 from metal_engine.checkpoints import checkpoint
-from metal_engine.checkpoints.cache import CachedModel
+from metal_engine.checkpoints.cached_models import CachedModel
 from metal_engine.checkpoints.draft_head_names import HEAD_PATTERNS, has_only_head
 from metal_engine.checkpoints.find import check_architecture, hub_name
 from metal_engine.checkpoints.gguf.config import gguf_config
@@ -21,7 +21,7 @@ from metal_engine.checkpoints.hub_preflight import (
     remote_model_tensors,
     remote_tensors,
 )
-from metal_engine.checkpoints.names import gguf_models
+from metal_engine.checkpoints.model_names import gguf_models
 from metal_engine.checkpoints.requirements import (
     CheckpointRequirements,
     check_memory,

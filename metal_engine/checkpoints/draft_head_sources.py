@@ -15,7 +15,7 @@ from metal_engine.checkpoints.find import fetch_repo
 from metal_engine.checkpoints.hub import HubRepo, cached_folder, cached_path, find_repo, is_offline, read_range
 from metal_engine.checkpoints.hub_download import download
 from metal_engine.checkpoints.hub_preflight import remote_tensors
-from metal_engine.checkpoints.names import HubName, is_local, parse_hub_name
+from metal_engine.checkpoints.model_names import HubName, is_local, parse_hub_name
 from metal_engine.errors import ModelLoadError
 
 

@@ -32,8 +32,8 @@ from metal_engine.checkpoints.hub_preflight import (
     remote_model_tensors,
 )
 from metal_engine.checkpoints.model_classes import model_classes
-from metal_engine.checkpoints.named_paths import check_model_name
-from metal_engine.checkpoints.names import DEMO_MODEL, HubName, parse_hub_name
+from metal_engine.checkpoints.model_names import DEMO_MODEL, HubName, parse_hub_name
+from metal_engine.checkpoints.path_settings import check_model_name
 from metal_engine.checkpoints.pooling_config import check_causal
 from metal_engine.checkpoints.requirements import Check, check_memory, safetensors_facts
 from metal_engine.checkpoints.shared_indexes import check_indexes

@@ -30,8 +30,8 @@ from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.checkpoints.headless import EmbeddingWeights
 from metal_engine.checkpoints.hub import fetch_tokenizer
-from metal_engine.checkpoints.named_paths import generation_config_folder, local_tokenizer
-from metal_engine.checkpoints.names import DEMO_MODEL, is_local
+from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local
+from metal_engine.checkpoints.path_settings import generation_config_folder, local_tokenizer
 from metal_engine.checkpoints.pooling_config import check_causal, find_reranker, gguf_pooler, read_pooler
 from metal_engine.checkpoints.requirements import (
     Check,
@@ -99,7 +99,7 @@ def load(
     claim: Check = lambda facts: None,
     check_tokenizer: CheckTokenizer = lambda tokenizer: None,
     divide: Divide | None = None,
-    look: Callable[[Path], None] = lambda path: None,
+    check_files: Callable[[Path], None] = lambda path: None,
 ) -> LoadedModel:
     """Load the model that ``args.model`` names.
 
@@ -117,14 +117,14 @@ def load(
         check_tokenizer: raises an error for an unsuitable tokenizer. Called before the weights are read.
         divide: reduces the model to one rank's shard and evaluates the shard's weights. Called while all weights are
             lazy.
-        look: called with the model's directory or GGUF file before any part of it is loaded.
+        check_files: called with the model's directory or GGUF file before any part of it is loaded.
 
     Raises:
         ModelLoadError: the model cannot be found, read or run. The message gives the reason.
         ConfigError: a setting does not suit the model.
     """
     try:
-        loaded = _load(args, device, check, claim, check_tokenizer, divide, look)
+        loaded = _load(args, device, check, claim, check_tokenizer, divide, check_files)
         _try_tokenizer(loaded.tokenizer)
         return loaded
     except (ModelLoadError, ConfigError):
@@ -152,13 +152,13 @@ def _load(
     claim: Check,
     check_tokenizer: CheckTokenizer,
     divide: Divide | None,
-    look: Callable[[Path], None],
+    check_files: Callable[[Path], None],
 ) -> LoadedModel:
     dtype = DTYPES.get(args.dtype, mx.float32 if device.kind == "cpu" else None)
     if args.revision is not None and (args.model == DEMO_MODEL or is_local(args.model)):
         logger.warning("--revision %s has no effect: %s is not from the hub", args.revision, args.model)
     found = find_model(args, device, check)
-    look(found.path)
+    check_files(found.path)
     began = time.monotonic()
 
     def admit(facts: CheckpointRequirements) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from metal_engine.checkpoints.named_paths import (
+from metal_engine.checkpoints.path_settings import (
     check_model_name,
     existing_folder,
     generation_config_folder,

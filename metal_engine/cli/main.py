@@ -26,8 +26,8 @@ from metal_engine.errors import ConfigError
 from metal_engine.lazy_packages import make_packages_lazy
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.chat_args import ChatArgs
-from metal_engine.settings.model_names import problem_of_name
 from metal_engine.settings.multi_model import RegistryArgs
+from metal_engine.settings.served_names import problem_of_name
 
 if TYPE_CHECKING:
     from metal_engine.engine.transport import Transport
@@ -149,7 +149,7 @@ def _naming_the_model(args: EngineArgs) -> Iterator[None]:
         yield
     except ConfigError as error:
         from metal_engine.checkpoints.hub import cached_repos
-        from metal_engine.checkpoints.names import missing_here
+        from metal_engine.checkpoints.model_names import missing_here
 
         missing = missing_here(args.model, cached_repos(args.download_dir)) if error.flag == "--port" else ""
         if not missing:

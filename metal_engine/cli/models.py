@@ -69,8 +69,8 @@ def _pull(
     """Download a model or a draft head for `serve`. An interrupted download is resumed."""
     set_up_logging("info")
     with one_line_errors():
-        from metal_engine.checkpoints.named_paths import check_model_name
-        from metal_engine.checkpoints.names import DEMO_MODEL, is_local
+        from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local
+        from metal_engine.checkpoints.path_settings import check_model_name
 
         if model != DEMO_MODEL and is_local(model):
             raise ConfigError(None, f"{model} is a path: `pull` takes a repository on the hub, `serve` takes both")
@@ -100,7 +100,7 @@ def _list(download_dir: _DownloadDir = None, as_json: _JSON = False) -> None:
     set_up_logging("error")
     with one_line_errors():
         device = _device()
-        from metal_engine.checkpoints.cache import cached_models
+        from metal_engine.checkpoints.cached_models import cached_models
         from metal_engine.checkpoints.details import cached_details
 
         rows = []
@@ -121,9 +121,9 @@ def _show(model: _Name, download_dir: _DownloadDir = None, as_json: _JSON = Fals
     set_up_logging("error")
     with one_line_errors():
         device = _device()
-        from metal_engine.checkpoints.cache import find_cached
+        from metal_engine.checkpoints.cached_models import find_cached
         from metal_engine.checkpoints.details import cached_details, remote_details
-        from metal_engine.checkpoints.names import DEMO_MODEL, is_local
+        from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local
 
         cached = find_cached(model, download_dir)
         args = EngineArgs(model=cached.name if cached else model, download_dir=download_dir)
@@ -149,7 +149,7 @@ def _rm(
     """Remove a model from the cache: a repository, REPO@REVISION, or REPO:QUANTIZATION."""
     set_up_logging("error")
     with one_line_errors():
-        from metal_engine.checkpoints.cache import plan_removal
+        from metal_engine.checkpoints.cached_models import plan_removal
 
         removal = plan_removal(model, download_dir)
         if not yes:

@@ -121,7 +121,7 @@ def _build(inputs: _Inputs, chat_template: str | None) -> BuiltEngine:
         checks.claim,
         _check_chat_template if chat_template is None else lambda tokenizer: None,
         divide=ranks.load_shard if args.num_ranks > 1 else None,
-        look=checks.check_files,
+        check_files=checks.check_files,
     )
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template

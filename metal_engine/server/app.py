@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from metal_engine import __version__
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.checkpoints.named_paths import existing_folder
+from metal_engine.checkpoints.path_settings import existing_folder
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ConfigError
 from metal_engine.server.anthropic.routes import add_anthropic_routes

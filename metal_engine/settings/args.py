@@ -14,7 +14,7 @@ from metal_engine.settings import attention_args, memory_args, rank_args, step_a
 from metal_engine.settings.fields import FILE, HELP_ALL, SettingsBase, setting
 from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
-from metal_engine.settings.model_names import check_name
+from metal_engine.settings.served_names import check_name
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
