@@ -201,7 +201,7 @@ class BackendChoice:
 
         def choose() -> dict[str, Any]:
             choices = tuner.choose(metal, kinds, block_size, may_use_mlx=not self.is_strict)
-            return {name: choice.facts for name, choice in choices.items()}
+            return {name: choice.fields for name, choice in choices.items()}
 
         decided = decide("choices of attention", choose)
         choices = {

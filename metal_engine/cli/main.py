@@ -96,7 +96,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
         check_engine_args(args)
         transport = _transport(args, server_args)
 
-        from metal_engine.cli.banner import print_banner, startup_facts
+        from metal_engine.cli.banner import print_banner, startup_rows
         from metal_engine.engine.async_engine import AsyncEngine
         from metal_engine.server.run import quit_on_signals, run_server
 
@@ -117,7 +117,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
             server_args,
             names,
             listener,
-            on_ready=lambda url: print_banner(startup_facts(engine.config, url, names)),
+            on_ready=lambda url: print_banner(startup_rows(engine.config, url, names)),
             answer_format=answer_format,
         )
 

@@ -43,7 +43,7 @@ def serve_several(
     spawner = spawner_of(all_args, server_args, is_shared=True)
     spawner.prepare_spare()
 
-    from metal_engine.cli.banner import print_banner, registry_facts
+    from metal_engine.cli.banner import print_banner, registry_rows
     from metal_engine.server.run import run_registry
 
     device = spawner.device()
@@ -65,7 +65,7 @@ def serve_several(
         registry,
         server_args,
         listener,
-        on_ready=lambda url: print_banner(registry_facts(registry, url)),
+        on_ready=lambda url: print_banner(registry_rows(registry, url)),
         prepare=lambda: load_named(registry, models, pool_flag(each)),
         discover=discover if registry_args.enable_model_loading else None,
     )

@@ -101,7 +101,7 @@ def check_head(args: EngineArgs, place: Path) -> None:
 
 
 def admit_head(
-    args: EngineArgs, folder: Path, head: Path | None, facts: CheckpointRequirements, device: DeviceInfo
+    args: EngineArgs, folder: Path, head: Path | None, requirements: CheckpointRequirements, device: DeviceInfo
 ) -> str | None:
     """Check by the headers of a draft head's files whether its weights fit beside the model's.
 
@@ -110,7 +110,7 @@ def admit_head(
     Args:
         folder: folder or GGUF file of the model.
         head: place of the draft head (:func:`find_head`); None for a head among the model's files.
-        facts: facts about the model, which fits on its own.
+        requirements: requirements of the model, which fits on its own.
 
     Returns:
         None. If the method is ``auto`` and the head does not fit, the reason.
@@ -127,9 +127,9 @@ def admit_head(
     try:
         with _naming_the_head():
             files = head_files(folder if head is None else head)
-            # The facts about the model include all weights in its own files.
+            # The requirements of the model include all weights in its own files.
             if head is not None or not all(fnmatch(file.name, OWN_WEIGHTS) for file in files):
-                _check_memory(args, list(stored_tensors(files)), facts, device)
+                _check_memory(args, list(stored_tensors(files)), requirements, device)
     except ModelLoadError as error:
         if config.method == "mtp":
             raise
@@ -138,22 +138,22 @@ def admit_head(
 
 
 def _check_memory(
-    args: EngineArgs, tensors: list[StoredTensor], facts: CheckpointRequirements, device: DeviceInfo
+    args: EngineArgs, tensors: list[StoredTensor], requirements: CheckpointRequirements, device: DeviceInfo
 ) -> None:
     from metal_engine.checkpoints.requirements import head_bytes, memory_for_model
     from metal_engine.models.info import expected_model_info
 
-    num_bytes = head_bytes(tensors, facts, device)
+    num_bytes = head_bytes(tensors, requirements, device)
     if not num_bytes:
         return
-    available = memory_for_model(args, device) - facts.weight_bytes
+    available = memory_for_model(args, device) - requirements.weight_bytes
     its_weights = f"its weights take {format_size(num_bytes)}"
     if num_bytes > available:
         raise ModelLoadError(
             f"{its_weights}, and {format_size(available)} remain beside the model's; remove {SPECULATIVE}, or use a "
             "smaller head or model"
         )
-    info = expected_model_info(args.model, facts, args.kv_cache_dtype)
+    info = expected_model_info(args.model, requirements, args.kv_cache_dtype)
     if info is None:
         return
     try:
@@ -239,8 +239,8 @@ def _load_draft_model(
     assert config.model is not None
     draft_args = replace(args, model=config.model, revision=config.revision, tokenizer=None, speculative_config=None)
 
-    def check(facts: CheckpointRequirements) -> None:
-        info = expected_model_info(draft_args.model, facts, args.kv_cache_dtype)
+    def check(requirements: CheckpointRequirements) -> None:
+        info = expected_model_info(draft_args.model, requirements, args.kv_cache_dtype)
         if info is not None:
             check_draft_model(info)
 

@@ -46,7 +46,7 @@ def warn_of_refusal(name: str, refusal: str) -> None:
 
 
 def find_vision(
-    args: EngineArgs, folder: Path, facts: CheckpointRequirements, device: DeviceInfo
+    args: EngineArgs, folder: Path, requirements: CheckpointRequirements, device: DeviceInfo
 ) -> VisionConfig | str:
     """Return the processing of images for a model, or the reason to refuse images, before the weights are read.
 
@@ -58,7 +58,7 @@ def find_vision(
     """
     from metal_engine.models.info import expected_model_info
 
-    refusal = image_refusal(facts.config, args)
+    refusal = image_refusal(requirements.config, args)
     if refusal is not None:
         return refusal
     try:
@@ -70,7 +70,7 @@ def find_vision(
     except Exception as error:  # the configuration is the checkpoint's
         logger.debug("reading the image processor of %s", args.model, exc_info=error)
         return f"its image processor cannot be used: {type(error).__name__}: {one_line(error)}"
-    info = expected_model_info(args.model, facts, args.kv_cache_dtype) if vision.bidirectional_layers else None
+    info = expected_model_info(args.model, requirements, args.kv_cache_dtype) if vision.bidirectional_layers else None
     return too_small_for_images(args, vision, info, device) or vision
 
 

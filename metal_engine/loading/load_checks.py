@@ -50,16 +50,18 @@ class LoadChecks:
         self.head_refusal: str | None = None
         self.vision: VisionConfig | str = TEXT_ONLY
 
-    def check(self, facts: CheckpointRequirements) -> None:
+    def check(self, requirements: CheckpointRequirements) -> None:
         """Raise an error if the model cannot run on the device."""
         import mlx.core as mx
 
-        check_before_loading(self._args, facts, self.device, self._ranks.divide)
+        check_before_loading(self._args, requirements, self.device, self._ranks.divide)
         kv_bytes = 0
         if self._access is not WHOLE_DEVICE:
-            kv_bytes, _ = _expected_bytes(self._args, facts, self.device, image_refusal(facts.config, self._args))
+            kv_bytes, _ = _expected_bytes(
+                self._args, requirements, self.device, image_refusal(requirements.config, self._args)
+            )
         mx.random.seed(self._args.seed)
-        self._access.check_fits(facts.weight_bytes + kv_bytes)
+        self._access.check_fits(requirements.weight_bytes + kv_bytes)
 
     def check_files(self, place: Path) -> None:
         """Raise an error if the files differ between ranks, or lack the draft head of the settings.
@@ -71,23 +73,23 @@ class LoadChecks:
         self._ranks.same_files(place)
         check_head(self._args, self.head or place)
 
-    def claim(self, facts: CheckpointRequirements) -> None:
+    def claim(self, requirements: CheckpointRequirements) -> None:
         """Decide whether the model gets its draft head and its image encoder, and claim the memory for the load."""
         from metal_engine.checkpoints.requirements import check_memory
         from metal_engine.device.info import device_info
 
-        self.head_refusal = admit_head(self._args, self._place, self.head, facts, self.device)
-        self.vision = find_vision(self._args, self._place, facts, self.device)
+        self.head_refusal = admit_head(self._args, self._place, self.head, requirements, self.device)
+        self.vision = find_vision(self._args, self._place, requirements, self.device)
         if isinstance(self.vision, str):
             warn_of_refusal(self._args.model, self.vision)
         if self._access is WHOLE_DEVICE:
             return
-        _claim_for_loading(self._access, self._args, facts, self.device, self.vision)
-        check_memory(facts, self._args, device_info(self._blas))  # after other models have been unloaded
+        _claim_for_loading(self._access, self._args, requirements, self.device, self.vision)
+        check_memory(requirements, self._args, device_info(self._blas))  # after other models have been unloaded
 
 
 def _expected_bytes(
-    args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo, refusal: str | None
+    args: EngineArgs, requirements: CheckpointRequirements, device: DeviceInfo, refusal: str | None
 ) -> tuple[int, int | None]:
     """Estimate the memory that a model needs besides its weights, before the weights are read.
 
@@ -105,36 +107,38 @@ def _expected_bytes(
     from metal_engine.loading.step_estimate import estimate_step_bytes
     from metal_engine.models.info import expected_model_info
 
-    info = expected_model_info(args.model, facts, args.kv_cache_dtype)
+    info = expected_model_info(args.model, requirements, args.kv_cache_dtype)
     if info is None:
         return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0, None
     if refusal is None:
-        number_bytes = getattr(mx, facts.dtype).size
+        number_bytes = getattr(mx, requirements.dtype).size
         info = replace(
-            info, image_refusal=None, feature_bytes=feature_bytes(facts.config, info.hidden_size, number_bytes)
+            info, image_refusal=None, feature_bytes=feature_bytes(requirements.config, info.hidden_size, number_bytes)
         )
     sizes = expected_sizes(args, info, device)
     step_bytes = estimate_step_bytes(info, device, args.block_size, sizes.kv_bytes, sizes.num_tokens, sizes.num_rows)
     if sizes.encoder_tokens:
-        step_bytes += estimate_encode_bytes(facts.config, device, sizes.encoder_tokens)
+        step_bytes += estimate_encode_bytes(requirements.config, device, sizes.encoder_tokens)
     return sizes.kv_bytes + sizes.kept_image_bytes, step_bytes
 
 
 def _claim_for_loading(
     access: DeviceAccess,
     args: EngineArgs,
-    facts: CheckpointRequirements,
+    requirements: CheckpointRequirements,
     device: DeviceInfo,
     vision: VisionConfig | str,
 ) -> None:
     """Reserve the memory for reading the weights and measuring a step. The final memory is reserved after that."""
     refusal = vision if isinstance(vision, str) else None
-    kv_bytes, step_bytes = _expected_bytes(args, facts, device, refusal)
-    access.claim(facts.weight_bytes + kv_bytes, facts.weight_bytes + facts.reading_bytes, step_bytes)
+    kv_bytes, step_bytes = _expected_bytes(args, requirements, device, refusal)
+    access.claim(
+        requirements.weight_bytes + kv_bytes, requirements.weight_bytes + requirements.reading_bytes, step_bytes
+    )
 
 
 def check_before_loading(
-    args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo, divide: Divide | None = None
+    args: EngineArgs, requirements: CheckpointRequirements, device: DeviceInfo, divide: Divide | None = None
 ) -> int | None:
     """Check a model and the settings of its KV cache by its configuration and file headers. Loads MLX.
 
@@ -153,11 +157,11 @@ def check_before_loading(
     try:
         if (
             divide is not None
-            and (whole := expected_model_info(args.model, facts)) is not None
+            and (whole := expected_model_info(args.model, requirements)) is not None
             and whole.own_caches_reason
         ):
             check_kv_cache(args, whole, device)  # names the flag: such a model cannot be divided
-        info = expected_model_info(args.model, facts, args.kv_cache_dtype, divide)
+        info = expected_model_info(args.model, requirements, args.kv_cache_dtype, divide)
     except UnsupportedModelError as error:
-        raise cannot_run(args.model, facts.config, error) from error
+        raise cannot_run(args.model, requirements.config, error) from error
     return None if info is None else check_kv_cache(args, info, device)

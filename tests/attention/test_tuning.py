@@ -288,10 +288,10 @@ def test_another_machine_measures_for_itself(fact: str, on: Any, tmp_path: Path)
     assert choose(again, tmp_path)[0].cut == Cut(most_held=1) and not again.launched
 
 
-def changed(**facts: Any) -> Callable[[dict[str, Any]], bytes]:
+def changed(**fields: Any) -> Callable[[dict[str, Any]], bytes]:
     def change(content: dict[str, Any]) -> bytes:
         (choice,) = content["choices"].values()
-        choice["cut"].update(facts)
+        choice["cut"].update(fields)
         return json.dumps(content).encode()
 
     return change
