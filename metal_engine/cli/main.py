@@ -59,9 +59,9 @@ def serve(args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs
     if len(models) > 1 or registry_args.is_wanted:
         status = _serve_several(models, args, server_args, registry_args)
     elif models and is_follower(args):
-        from metal_engine.rank_worker import follow
+        from metal_engine.rank_worker import run_as_follower
 
-        status = follow(args)
+        status = run_as_follower(args)
     elif models:
         status = _serve_one(args, server_args)
     else:

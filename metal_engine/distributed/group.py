@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from metal_engine import __version__
 from metal_engine.distributed.channel import TOKEN_BYTES, Kind, Link, accept_ranks, connect, listen
-from metal_engine.distributed.follower import follow
+from metal_engine.distributed.follower import run_as_follower
 from metal_engine.distributed.launch import (
     LOOPBACK,
     LocalRanks,
@@ -124,7 +124,7 @@ class RankGroup:
             raise RunnerLostError(f"{link.name} is at {theirs!r}, and rank {self.rank} at {what!r}")
         return values
 
-    def largest(self, what: str, number: int) -> int:
+    def max_over_ranks(self, what: str, number: int) -> int:
         """Return the largest of the ranks' numbers. All ranks pass the same name ``what``. Raises RunnerLostError."""
         return max(values["number"] for values in self.exchange(what, {"number": number}))
 
@@ -164,10 +164,10 @@ class RankGroup:
         kill_left = (lambda: None) if self._local is None else self._local.kill_left
         return LeaderRunner(runner, self._links, self._monitor, step_timeout, kill_left)
 
-    def follow(self, runner: ModelRunner) -> None:
-        """Run rank 0's steps until rank 0 ends. Call it on the other ranks. Raises as :func:`follow`."""
+    def run_as_follower(self, runner: ModelRunner) -> None:
+        """Run rank 0's steps until rank 0 ends. Call it on the other ranks. Raises as :func:`run_as_follower`."""
         (leader,) = self._links
-        follow(runner, leader, self._monitor, self.rank)
+        run_as_follower(runner, leader, self._monitor, self.rank)
 
     # --- the end ---
 

@@ -155,10 +155,10 @@ def _assemble(inputs: _Inputs, choice: BackendChoice, loaded: LoadedModel, check
         access.unlimited(device),
         opened.attention.backend.name,
         # The models run in sequence, so the largest step counts.
-        lambda num_tokens, num_seqs: ranks.largest(
+        lambda num_tokens, num_seqs: ranks.max_over_ranks(
             "bytes of the largest step",
             max(
-                model.step_bytes(args.block_size, num_tokens, num_seqs, head, agree=ranks.largest)
+                model.step_bytes(args.block_size, num_tokens, num_seqs, head, max_over_ranks=ranks.max_over_ranks)
                 for model, head in [(opened, drafts.head), *((model, None) for model in drafts.models)]
             ),
         ),
@@ -174,7 +174,7 @@ def _assemble(inputs: _Inputs, choice: BackendChoice, loaded: LoadedModel, check
     config = replace(config, head_refusal=drafts.refusal)
     access.claim(config.peak_bytes)
     command_buffers = limits_in_force() if device.kind == "metal" else None
-    config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.facts)
+    config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.rank_infos)
     limit_device_memory(config)
     scheduler_side, runner_side = None, None
     if inputs.transfer is not None:
@@ -192,7 +192,7 @@ def _assemble(inputs: _Inputs, choice: BackendChoice, loaded: LoadedModel, check
         check_replay(paged, opened.attention.backend, runner.replay, config.scheduler, config.cache)
     if config.scheduler.async_scheduling:
         config = replace(config, dispatch=choose_dispatch(runner, config))
-    ranks.follow(runner)
+    ranks.run_as_follower(runner)
     try:
         tokenizer = Tokenizer(
             loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content

@@ -233,7 +233,7 @@ def _load_draft_model(
         ConfigError: the draft model does not fit the model.
     """
     from metal_engine.checkpoints import loader
-    from metal_engine.distributed.ranks import Ranks
+    from metal_engine.distributed.ranks import SingleRank
     from metal_engine.models.info import expected_model_info
 
     assert config.model is not None
@@ -250,7 +250,7 @@ def _load_draft_model(
 
     try:
         loaded = loader.load(draft_args, device, check, check_tokenizer=check_tokenizer)
-        draft = open_model(draft_args, loaded, choice, Ranks())
+        draft = open_model(draft_args, loaded, choice, SingleRank())
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
     except ConfigError as error:
