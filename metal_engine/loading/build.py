@@ -12,7 +12,7 @@ from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
+from metal_engine.engine.device_access import FULL_ACCESS, DeviceAccess
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
@@ -68,7 +68,7 @@ class _Inputs:
 
 
 def build_engine(
-    args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE, *, earlier: EngineConfig | None = None
+    args: EngineArgs, access: DeviceAccess = FULL_ACCESS, *, earlier: EngineConfig | None = None
 ) -> BuiltEngine:
     """Load a model and build its engine. Call it in the thread that will run the engine's steps.
 
@@ -152,7 +152,7 @@ def _assemble(inputs: _Inputs, choice: BackendChoice, loaded: LoadedModel, check
     config = earlier or resolve_config(
         args,
         replace(opened.info, adapter_bytes=0 if paged.adapters is None else paged.adapters.nbytes),
-        access.unlimited(device),
+        access.without_memory_limit(device),
         opened.attention.backend.name,
         # The models run in sequence, so the largest step counts.
         lambda num_tokens, num_seqs: ranks.max_over_ranks(
@@ -174,7 +174,9 @@ def _assemble(inputs: _Inputs, choice: BackendChoice, loaded: LoadedModel, check
     config = replace(config, head_refusal=drafts.refusal)
     access.claim(config.peak_bytes)
     command_buffers = limits_in_force() if device.kind == "metal" else None
-    config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.rank_infos)
+    config = replace(
+        config, device=access.with_model_memory(device), command_buffers=command_buffers, ranks=ranks.rank_infos
+    )
     limit_device_memory(config)
     scheduler_side, runner_side = None, None
     if inputs.transfer is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metal_engine.checkpoints.image_encoders import feature_bytes, image_refusal
-from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
+from metal_engine.engine.device_access import FULL_ACCESS, DeviceAccess
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.loading.drafts import admit_head, check_head, find_head
 from metal_engine.loading.image_encoder import find_vision, warn_of_refusal
@@ -45,7 +45,7 @@ class LoadChecks:
         self._blas = blas
         self._ranks = ranks
         self._place = Path()
-        self.device = ranks.device(access.unlimited(device_info(blas)))
+        self.device = ranks.device(access.without_memory_limit(device_info(blas)))
         self.head = find_head(args)
         self.head_refusal: str | None = None
         self.vision: VisionConfig | str = TEXT_ONLY
@@ -56,7 +56,7 @@ class LoadChecks:
 
         check_before_loading(self._args, requirements, self.device, self._ranks.divide)
         kv_bytes = 0
-        if self._access is not WHOLE_DEVICE:
+        if self._access is not FULL_ACCESS:
             kv_bytes, _ = _expected_bytes(
                 self._args, requirements, self.device, image_refusal(requirements.config, self._args)
             )
@@ -82,7 +82,7 @@ class LoadChecks:
         self.vision = find_vision(self._args, self._place, requirements, self.device)
         if isinstance(self.vision, str):
             warn_of_refusal(self._args.model, self.vision)
-        if self._access is WHOLE_DEVICE:
+        if self._access is FULL_ACCESS:
             return
         _claim_for_loading(self._access, self._args, requirements, self.device, self.vision)
         check_memory(requirements, self._args, device_info(self._blas))  # after other models have been unloaded
