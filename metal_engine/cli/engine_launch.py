@@ -13,7 +13,8 @@ from metal_engine.engine.device_access import FULL_ACCESS, DeviceAccess
 from metal_engine.engine.process.spawner import Spawner
 from metal_engine.engine.process.supervisor import EngineSupervisor
 from metal_engine.engine.process.wire import Ready, Start
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.server_args import ServerArgs
 from metal_engine.text.chat_template_file import read_chat_template
 from metal_engine.text.tokenizer import Tokenizer
 

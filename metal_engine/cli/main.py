@@ -24,10 +24,11 @@ from metal_engine.device.allocator import keep_freed_memory
 from metal_engine.distributed.launch import is_follower, launched_rank
 from metal_engine.errors import ConfigError
 from metal_engine.lazy_packages import make_packages_lazy
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.multi_model import RegistryArgs
 from metal_engine.settings.served_names import problem_of_name
+from metal_engine.settings.server_args import ServerArgs
 
 if TYPE_CHECKING:
     from metal_engine.engine.transport import Transport

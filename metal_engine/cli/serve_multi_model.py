@@ -15,9 +15,10 @@ from metal_engine.errors import InsufficientMemoryError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource, Start
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.server.listen import Listener
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.multi_model import RegistryArgs, models_memory, per_model_args
 from metal_engine.settings.pool_size import pool_flag
+from metal_engine.settings.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.loading.build import build_engine
 from metal_engine.server.listen import listen
 from metal_engine.server.run import run_server
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.server_args import ServerArgs
 from tools.fixtures.browser import find_chromium, open_browser
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from metal_engine.cli.banner import startup_rows
 from metal_engine.engine.metrics import Histogram
 from metal_engine.server.logs import JSONFormatter, RequestIdFilter, current_request
 from metal_engine.server.status.stats_log import StatsLog
-from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import AttentionLayers, CommandBufferLimits
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.serving import MODEL, Served, serve, wait_until
 from tools.docs import dashboard
 from tools.fixtures.fake_engine import byte_ids, fake_config
