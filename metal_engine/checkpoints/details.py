@@ -9,18 +9,18 @@ from typing import Any
 
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.cached_models import CachedModel
-from metal_engine.checkpoints.draft_head_names import HEAD_PATTERNS, has_only_head
+from metal_engine.checkpoints.draft_heads.names import HEAD_PATTERNS, has_only_head
 from metal_engine.checkpoints.find import check_architecture, hub_name
 from metal_engine.checkpoints.gguf.config import gguf_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
-from metal_engine.checkpoints.hub import MODEL_PATTERNS, find_repo, hub_problem
-from metal_engine.checkpoints.hub_preflight import (
+from metal_engine.checkpoints.hub.preflight import (
     check_has_model,
     choose_gguf,
     read_remote_config,
     remote_model_tensors,
     remote_tensors,
 )
+from metal_engine.checkpoints.hub.repository import MODEL_PATTERNS, find_repo, hub_problem
 from metal_engine.checkpoints.model_names import gguf_models
 from metal_engine.checkpoints.requirements import (
     CheckpointRequirements,

@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from metal_engine.checkpoints.demo import fetch_demo_model
-from metal_engine.checkpoints.draft_head_names import HEAD_PATTERNS
-from metal_engine.checkpoints.hub import (
+from metal_engine.checkpoints.draft_heads.names import HEAD_PATTERNS
+from metal_engine.checkpoints.hub.download import download
+from metal_engine.checkpoints.hub.preflight import (
+    check_has_model,
+    choose_gguf,
+    estimated_requirements,
+    read_remote_config,
+    remote_model_tensors,
+)
+from metal_engine.checkpoints.hub.repository import (
     MODEL_PATTERNS,
     HubRepo,
     cached_folder,
@@ -22,14 +30,6 @@ from metal_engine.checkpoints.hub import (
     find_repo,
     hub_problem,
     is_offline,
-)
-from metal_engine.checkpoints.hub_download import download
-from metal_engine.checkpoints.hub_preflight import (
-    check_has_model,
-    choose_gguf,
-    estimated_requirements,
-    read_remote_config,
-    remote_model_tensors,
 )
 from metal_engine.checkpoints.model_classes import model_classes
 from metal_engine.checkpoints.model_names import DEMO_MODEL, HubName, parse_hub_name

@@ -29,7 +29,7 @@ from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.checkpoints.headless import EmbeddingWeights
-from metal_engine.checkpoints.hub import fetch_tokenizer
+from metal_engine.checkpoints.hub.repository import fetch_tokenizer
 from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local
 from metal_engine.checkpoints.path_settings import generation_config_folder, local_tokenizer
 from metal_engine.checkpoints.pooling_config import check_causal, find_reranker, gguf_pooler, read_pooler

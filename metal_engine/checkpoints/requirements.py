@@ -16,7 +16,7 @@ from metal_engine.checkpoints.checkpoint import (
     vision_tensors,
     weight_bytes,
 )
-from metal_engine.checkpoints.draft_head_names import FP8_SCALES, head_tensors
+from metal_engine.checkpoints.draft_heads.names import FP8_SCALES, head_tensors
 from metal_engine.checkpoints.gguf.config import default_dtype
 from metal_engine.checkpoints.gguf.header import GgufHeader
 from metal_engine.checkpoints.gguf.weights import loaded_bytes

@@ -149,7 +149,7 @@ def _naming_the_model(args: EngineArgs) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        from metal_engine.checkpoints.hub import cached_repos
+        from metal_engine.checkpoints.hub.repository import cached_repos
         from metal_engine.checkpoints.model_names import missing_here
 
         missing = missing_here(args.model, cached_repos(args.download_dir)) if error.flag == "--port" else ""

@@ -76,7 +76,7 @@ def _pull(
             raise ConfigError(None, f"{model} is a path: `pull` takes a repository on the hub, `serve` takes both")
         check_model_name(model)
         device = _device()
-        from metal_engine.checkpoints.draft_head_sources import pull_only_head
+        from metal_engine.checkpoints.draft_heads.sources import pull_only_head
         from metal_engine.checkpoints.find import fetch_model, find_model, hub_name
         from metal_engine.loading.load_checks import check_before_loading
 

@@ -70,7 +70,7 @@ def find_head(args: EngineArgs) -> Path | None:
     Raises:
         ModelLoadError: there is no such head.
     """
-    from metal_engine.checkpoints.draft_head_sources import find_sidecar
+    from metal_engine.checkpoints.draft_heads.sources import find_sidecar
 
     config = speculative_config(args)
     if config is None or config.model is None or config.method not in _HEAD_METHODS:
@@ -90,7 +90,7 @@ def check_head(args: EngineArgs, place: Path) -> None:
     Raises:
         ModelLoadError: there is no draft head.
     """
-    from metal_engine.checkpoints.draft_head_names import has_head, no_head_error
+    from metal_engine.checkpoints.draft_heads.names import has_head, no_head_error
 
     config = speculative_config(args)
     if config is None or config.method != "mtp":
@@ -119,7 +119,7 @@ def admit_head(
         ModelLoadError: the head does not fit, and the method is ``mtp``.
     """
     from metal_engine.checkpoints.checkpoint import OWN_WEIGHTS, stored_tensors
-    from metal_engine.checkpoints.draft_head_names import head_files
+    from metal_engine.checkpoints.draft_heads.names import head_files
 
     config = speculative_config(args)
     if config is None or config.method not in _HEAD_METHODS:
@@ -194,7 +194,7 @@ def load_drafts(
     name = config.model or f"the draft head of {target.name}"
     if config.method == "mtp":
         return _load_head(name, place, target, opened, device)
-    from metal_engine.checkpoints.draft_head_names import has_head
+    from metal_engine.checkpoints.draft_heads.names import has_head
 
     if refusal is None:
         try:
@@ -287,7 +287,7 @@ def _load_head(name: str, place: Path, target: LoadedModel, opened: OpenedModel,
     from mlx.utils import tree_flatten
     from mlx_lm.utils import get_total_parameters
 
-    from metal_engine.checkpoints.draft_heads import read_head
+    from metal_engine.checkpoints.draft_heads.weights import read_head
     from metal_engine.models.draft_head import PagedDraftHead, load_head
 
     paged = opened.paged

@@ -14,7 +14,7 @@ from typing import Any
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.checkpoint import INDEX, StoredTensor
 from metal_engine.checkpoints.files import MAX_HEADER_BYTES, MAX_SETTINGS_BYTES
-from metal_engine.checkpoints.hub import HubRepo, read_range
+from metal_engine.checkpoints.hub.repository import HubRepo, read_range
 from metal_engine.checkpoints.model_names import DEFAULT_QUANTIZATION, GgufFile, HubName, gguf_models, matching_ggufs
 from metal_engine.checkpoints.requirements import CheckpointRequirements, requirements_by_size
 from metal_engine.errors import ModelLoadError
