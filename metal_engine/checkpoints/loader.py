@@ -1,4 +1,4 @@
-"""Loads a model by its name: an mlx-lm model, its tokenizer and the settings of both.
+"""Loads a model by its name: an mlx-lm model with its tokenizer and its default settings.
 
 A name is ``demo``, a ``.gguf`` file, a local directory (with MLX or Hugging Face safetensors), or a repository on the
 Hugging Face hub.

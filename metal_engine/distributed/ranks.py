@@ -35,7 +35,7 @@ _LEAST_STEP_SECONDS, _LONG_CONTEXT = 600.0, 40.0
 
 
 class Ranks(ABC):
-    """Ranks of an engine that is being built, as seen from this process, which is one of them.
+    """All ranks of an engine that is being built. This process is one of the ranks.
 
     Attributes:
         rank_infos: names and memory of the ranks, after :meth:`sync_model_info`; empty with one rank.
