@@ -24,10 +24,10 @@ from metal_engine.answers.results import (
 )
 from metal_engine.answers.tool_plan import Tool, ToolPlan, plan_tools
 from metal_engine.answers.tool_prompts import with_instructions
-from metal_engine.build import build_engine
 from metal_engine.engine.engine_client import EngineClient
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.errors import ParameterError
+from metal_engine.loading.build import build_engine
 from metal_engine.lora_adapter import Adapter, LoRARequest
 from metal_engine.media.local_messages import insert_images, split_images
 from metal_engine.pooling_params import PoolingParams

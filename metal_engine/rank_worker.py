@@ -7,14 +7,14 @@ import logging
 import signal
 import sys
 
-from metal_engine.build import build_engine
 from metal_engine.distributed.launch import end_with, launched_rank
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
+from metal_engine.loading.build import build_engine
 from metal_engine.settings.args import EngineArgs
 from metal_engine.step import RunnerLostError
 
 
-def follow(args: EngineArgs) -> int:
+def run_as_follower(args: EngineArgs) -> int:
     """Compute until rank 0 ends. Return the exit status of the process.
 
     Raises:
@@ -42,7 +42,7 @@ def main() -> None:
     form = f"rank {launched_rank()}: %(levelname)s %(message)s"
     logging.basicConfig(level=parameters["log_level"], format=form)
     try:
-        sys.exit(follow(EngineArgs(**parameters["args"])))
+        sys.exit(run_as_follower(EngineArgs(**parameters["args"])))
     except (ConfigError, ModelLoadError) as error:
         logging.getLogger(__name__).info("ends: %s", one_line(error))  # rank 0 reports the error, too
         sys.exit(1)

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from metal_engine import LLM, SamplingParams
 from metal_engine.errors import ConfigError, ModelLoadError
-from tests.checkpoints.test_draft_head_families import FAMILIES, published
+from tests.checkpoints.draft_heads.test_families import FAMILIES, published
 from tests.support.checkpoint_files import CONFIG, VOCAB_SIZE, write_checkpoint, write_weights
 from tests.support.draft_heads import random_head
 from tools.fixtures.tiny_models import tiny_model

@@ -11,9 +11,9 @@ import mlx.core as mx
 import pytest
 
 from metal_engine import LLM, SamplingParams
-from metal_engine.build import build_engine
 from metal_engine.checkpoints import loader
 from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.loading.build import build_engine
 from metal_engine.settings.args import EngineArgs
 from tests.support.checkpoint_files import CONFIG, write_checkpoint
 from tools.fixtures.architectures import configuration

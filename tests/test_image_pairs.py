@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from metal_engine.build import build_engine
+from metal_engine.loading.build import build_engine
 from metal_engine.lora.layers import shape_of
 from metal_engine.settings.args import EngineArgs
+from tests.loading.test_image_encoder import PARTS, SIZES, run_prompt, write_vision_checkpoint
 from tests.support.adapters import ALL
 from tests.support.draft_heads import draft_always, random_head
 from tests.support.speculation import draft_for_free
 from tests.support.vision import QWEN3_5, QWEN3_VL, VisionPrompt, golden, tiny_text_model, vision_prompt
-from tests.test_image_encoder_loading import PARTS, SIZES, run_prompt, write_vision_checkpoint
 from tools.fixtures.lora_adapters import products_for, write_peft
 
 

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from metal_engine.build import build_engine
 from metal_engine.checkpoints import image_encoders
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.llm import LLM
+from metal_engine.loading.build import build_engine
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
+from tests.loading.test_image_encoder import SIZES, write_vision_checkpoint
 from tests.support.image_files import data_url, encoded, picture
 from tests.support.image_serving import END, IMAGE, START, TEMPLATE, seeing_tokenizer
 from tests.support.serving import Served, serve
 from tests.support.vision import QWEN3_VL, TinyVision, VisionPrompt, golden
-from tests.test_image_encoder_loading import SIZES, write_vision_checkpoint
 
 CHAT = "/v1/chat/completions"
 VOCAB_SIZE = END + 2

@@ -10,7 +10,7 @@ from importlib import import_module
 # The last three import MLX later, after the BLAS is set up.
 PURE = [
     "server", "engine", "scheduling", "kv_transfer.scheduler_side", "kv_transfer.stores", "step", "request",
-    "sampling_params", "settings", "answers", "errors", "llm", "cli.main", "build",
+    "sampling_params", "settings", "answers", "errors", "llm", "cli.main", "loading.build",
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from mlx_lm.utils import dequantize_model, load_model
 from metal_engine import LLM, LoRARequest, SamplingParams
 from metal_engine.checkpoints.gguf.config import interleaved_modules
 from metal_engine.checkpoints.gguf.model import load_gguf_model
-from metal_engine.cli.banner import startup_facts
+from metal_engine.cli.banner import startup_rows
 from metal_engine.errors import ConfigError
 from metal_engine.lora.files import open_adapter
 from metal_engine.lora.layers import AdapterRows
@@ -83,7 +83,7 @@ def test_lora_modules(bits: int | None, folders: dict[str, Path], tmp_path: Path
         floats = 3 * 3 * 2 * sum(64 + n for n in (64, 32, 32, 64, 128, 128, 128))
         assert llm.config.model.adapter_bytes == 4 * floats
         assert llm.config.peak_bytes > llm.config.model.weight_bytes + 4 * floats
-        assert "adapters" in startup_facts(llm.config, "", ("m",))["memory"]
+        assert "adapters" in startup_rows(llm.config, "", ("m",))["memory"]
         with pytest.raises(ValueError, match="no LoRA adapter 'c' is loaded"):
             llm.generate(PROMPT, GREEDY, lora_request=LoRARequest("c"))
         with pytest.raises(ValueError, match="1 prompts but 2 lora_requests"):

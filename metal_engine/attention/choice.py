@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 _TENSOR_OPS_SECONDS = 30.0
 
 # Returns the decision of rank 0. The name identifies the exchange between ranks.
-Decide = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
+FromRankZero = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
 # Returns the maximum of a number over all ranks. The string names the number.
-Agree = Callable[[str, int], int]
+MaxOverRanks = Callable[[str, int], int]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,11 @@ class BackendChoice:
         return ChosenAttention.of(self.metal, kinds, not_covered, tensor_ops=self.tensor_ops)
 
     def for_index(
-        self, chosen: ChosenAttention, index: IndexKind, block_size: int, agree: Agree = lambda what, number: number
+        self,
+        chosen: ChosenAttention,
+        index: IndexKind,
+        block_size: int,
+        max_over_ranks: MaxOverRanks = lambda what, number: number,
     ) -> ChosenAttention:
         """Select whether kernels or MLX's operations select keys and attend to selected keys. Tries the kernels.
 
@@ -144,7 +148,7 @@ class BackendChoice:
             chosen: result of :meth:`for_layers`.
             index: index of the model.
             block_size: tokens of a block.
-            agree: returns the maximum of a number over all ranks. All ranks use the kernels, or no rank.
+            max_over_ranks: returns the maximum of a number over all ranks. All ranks use the kernels, or no rank.
 
         Returns:
             ``chosen`` itself if the kernels work on all ranks, or if ``chosen`` does not use them. Otherwise the same
@@ -167,7 +171,7 @@ class BackendChoice:
                     "with the output of `metal-engine doctor MODEL`:\n%s",
                     *(error, error.report),
                 )
-        if not agree("kernels of an index that fail", int(bool(why))):
+        if not max_over_ranks("kernels of an index that fail", int(bool(why))):
             return chosen
         why = why or "the kernels do not work on another rank"
         return ChosenAttention.of(
@@ -183,16 +187,16 @@ class BackendChoice:
         chosen: ChosenAttention,
         block_size: int,
         *,
-        decide: Decide = lambda what, own: own(),
-        agree: Agree = lambda what, number: number,
+        from_rank_zero: FromRankZero = lambda what, own: own(),
+        max_over_ranks: MaxOverRanks = lambda what, number: number,
     ) -> ChosenAttention:
         """Return the attention backend with the fastest cut for each kind of layer. Return ``chosen`` without a tuner.
 
         Args:
             chosen: result of :meth:`for_layers`.
             block_size: tokens of a block.
-            decide: returns the decision of rank 0, so that all ranks have the same choices.
-            agree: returns the maximum of a number over all ranks.
+            from_rank_zero: returns the decision of rank 0, so that all ranks have the same choices.
+            max_over_ranks: returns the maximum of a number over all ranks.
         """
         tuner, metal = self.tuner, chosen.metal
         if tuner is None or metal is None:
@@ -201,16 +205,16 @@ class BackendChoice:
 
         def choose() -> dict[str, Any]:
             choices = tuner.choose(metal, kinds, block_size, may_use_mlx=not self.is_strict)
-            return {name: choice.facts for name, choice in choices.items()}
+            return {name: choice.fields for name, choice in choices.items()}
 
-        decided = decide("choices of attention", choose)
+        decided = from_rank_zero("choices of attention", choose)
         choices = {
             kind: TunedChoice.of(decided[name]) for kind in kinds if (name := name_of(kind, block_size)) in decided
         }
         choices = {kind: choice for kind, choice in choices.items() if not choice.is_default}
         cuts = {kind: choice.cut for kind, choice in choices.items() if choice.cut is not None}
         does_fail = not _all_work(metal.with_cuts(cuts), cuts, block_size)
-        if agree("choices of attention that fail", int(does_fail)):
+        if max_over_ranks("choices of attention that fail", int(does_fail)):
             logger.warning("choices of attention are ignored; to measure again, remove %s", tuner.file.path)
             choices, cuts = {}, {}
         not_covered = dict(chosen.not_covered)

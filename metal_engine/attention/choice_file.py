@@ -53,18 +53,18 @@ class TunedChoice:
         return f"{what} ({self.speedup:.2f} times as fast)"
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """The choice as JSON values."""
         return {"cut": None if self.cut is None else asdict(self.cut), "speedup": self.speedup}
 
     @classmethod
-    def of(cls, facts: Any) -> TunedChoice:
-        """Return the choice that :attr:`facts` describes. Raises ValueError if the facts are not a choice."""
-        if not isinstance(facts, dict) or facts.keys() != {"cut", "speedup"}:
-            raise ValueError(f"a choice has a cut and a speedup, not {facts!r}")
-        cut, speedup = facts["cut"], facts["speedup"]
+    def of(cls, fields: Any) -> TunedChoice:
+        """Return the choice that :attr:`fields` describes. Raises ValueError for other fields."""
+        if not isinstance(fields, dict) or fields.keys() != {"cut", "speedup"}:
+            raise ValueError(f"a choice has a cut and a speedup, not {fields!r}")
+        cut, speedup = fields["cut"], fields["speedup"]
         if not isinstance(speedup, float) or not (cut is None or isinstance(cut, dict)):
-            raise ValueError(f"{facts!r} is not a choice")
+            raise ValueError(f"{fields!r} is not a choice")
         return cls(None if cut is None else Cut.of(cut), speedup)
 
 
@@ -135,10 +135,10 @@ class TunedChoiceFile:
             return {}
         if content["machine"] != self._machine:
             raise ValueError("it was measured on another machine")
-        return {name: TunedChoice.of(facts) for name, facts in content["choices"].items()}
+        return {name: TunedChoice.of(fields) for name, fields in content["choices"].items()}
 
     def _write(self, choices: Mapping[str, TunedChoice]) -> None:
-        content = {"machine": self._machine, "choices": {name: choice.facts for name, choice in choices.items()}}
+        content = {"machine": self._machine, "choices": {name: choice.fields for name, choice in choices.items()}}
         temporary = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,8 @@ from metal_engine.bench.args import BenchLatencyArgs, BenchThroughputArgs
 from metal_engine.bench.datasets import BenchRequest, make_requests, random_text
 from metal_engine.bench.report import check_output, write_json
 from metal_engine.bench.tokens import load_prompt_tokenizer
-from metal_engine.build import build_engine
 from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.loading.build import build_engine
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 

@@ -8,26 +8,26 @@ from shlex import quote
 from typing import Any
 
 from metal_engine.checkpoints import checkpoint
-from metal_engine.checkpoints.cache import CachedModel
-from metal_engine.checkpoints.draft_head_names import HEAD_PATTERNS, has_only_head
+from metal_engine.checkpoints.cached_models import CachedModel
+from metal_engine.checkpoints.draft_heads.names import HEAD_PATTERNS, has_only_head
 from metal_engine.checkpoints.find import check_architecture, hub_name
 from metal_engine.checkpoints.gguf.config import gguf_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
-from metal_engine.checkpoints.hub import MODEL_PATTERNS, find_repo, hub_problem
-from metal_engine.checkpoints.hub_preflight import (
+from metal_engine.checkpoints.hub.preflight import (
     check_has_model,
     choose_gguf,
     read_remote_config,
     remote_model_tensors,
     remote_tensors,
 )
-from metal_engine.checkpoints.names import gguf_models
+from metal_engine.checkpoints.hub.repository import MODEL_PATTERNS, find_repo, hub_problem
+from metal_engine.checkpoints.model_names import gguf_models
 from metal_engine.checkpoints.requirements import (
     CheckpointRequirements,
     check_memory,
-    gguf_facts,
+    gguf_requirements,
     head_bytes,
-    safetensors_facts,
+    safetensors_requirements,
 )
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.settings.args import EngineArgs
@@ -42,7 +42,7 @@ class CheckpointDetails:
         name: name for the `serve` command.
         size: bytes on disk, or bytes to download.
         path: local path of the model; None for a model on the hub.
-        facts: facts about the checkpoint; None if its files cannot be read.
+        requirements: requirements of the checkpoint; None if its files cannot be read.
         quantization: storage type of the weights in one word; "" if unknown.
         problem: reason why the model cannot run here; None if its configuration and headers show no problem.
         head_bytes: size of the draft head's weights in memory, in bytes; 0 without a draft head.
@@ -51,26 +51,26 @@ class CheckpointDetails:
     name: str
     size: int
     path: Path | None
-    facts: CheckpointRequirements | None
+    requirements: CheckpointRequirements | None
     quantization: str
     problem: str | None
     head_bytes: int = 0
 
     @property
     def architecture(self) -> str:
-        return "" if self.facts is None else str(self.facts.config["model_type"])
+        return "" if self.requirements is None else str(self.requirements.config["model_type"])
 
     @property
     def context_length(self) -> int | None:
         """Context length in the configuration, in tokens; None if the configuration lacks it."""
-        if self.facts is None:
+        if self.requirements is None:
             return None
-        return checkpoint.context_length(self.facts.config.get("text_config") or self.facts.config)
+        return checkpoint.context_length(self.requirements.config.get("text_config") or self.requirements.config)
 
 
 def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
     """Return the details of a model on this machine. Errors in its files are reported in ``problem``."""
-    facts, quantization, num_head_bytes = None, "", 0
+    requirements, quantization, num_head_bytes = None, "", 0
     problem: str | None = None
     try:
         if not model.is_complete:
@@ -78,21 +78,21 @@ def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> 
         if model.path.suffix == ".gguf":
             quantization = gguf_models([model.path.name])[0].quantization
             header = read_gguf_header(model.path)
-            facts = gguf_facts(header, gguf_config(header), args, device)
+            requirements = gguf_requirements(header, gguf_config(header), args, device)
         elif has_only_head(model.path):
             raise ModelLoadError("a draft head without a model; name it as `model` in --speculative-config")
         else:
             config = checkpoint.read_config(model.path)
             tensors = list(checkpoint.stored_tensors(checkpoint.weight_files(model.path)))
-            facts = safetensors_facts(config, tensors, args, device)
-            quantization = _quantization(config, facts)
+            requirements = safetensors_requirements(config, tensors, args, device)
+            quantization = _quantization(config, requirements)
             check_architecture(config, args)
             beside = [file for pattern in HEAD_PATTERNS for file in model.path.glob(pattern)]
-            num_head_bytes = head_bytes(list(checkpoint.stored_tensors(beside)) or tensors, facts, device)
-        check_memory(facts, args, device)
+            num_head_bytes = head_bytes(list(checkpoint.stored_tensors(beside)) or tensors, requirements, device)
+        check_memory(requirements, args, device)
     except (ModelLoadError, ConfigError) as error:
         problem = str(error)
-    return CheckpointDetails(model.name, model.size, model.path, facts, quantization, problem, num_head_bytes)
+    return CheckpointDetails(model.name, model.size, model.path, requirements, quantization, problem, num_head_bytes)
 
 
 def remote_details(args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
@@ -110,9 +110,9 @@ def remote_details(args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
         check_has_model(repo)
         config = read_remote_config(repo)
         tensors = remote_model_tensors(repo)
-        facts = safetensors_facts(config, tensors, args, device)
+        requirements = safetensors_requirements(config, tensors, args, device)
         beside = [tensor for file in repo.matching(HEAD_PATTERNS) for tensor in remote_tensors(repo, file)]
-        num_head_bytes = head_bytes(beside or tensors, facts, device)
+        num_head_bytes = head_bytes(beside or tensors, requirements, device)
     except ModelLoadError:
         raise
     except Exception as error:
@@ -121,14 +121,16 @@ def remote_details(args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
     cannot_run: str | None = None
     try:
         check_architecture(config, args)
-        check_memory(facts, args, device)
+        check_memory(requirements, args, device)
     except (ModelLoadError, ConfigError) as error:
         cannot_run = str(error)
     size = sum(repo.files[file].size for file in repo.matching([*MODEL_PATTERNS, *HEAD_PATTERNS]))
-    return CheckpointDetails(args.model, size, None, facts, _quantization(config, facts), cannot_run, num_head_bytes)
+    return CheckpointDetails(
+        args.model, size, None, requirements, _quantization(config, requirements), cannot_run, num_head_bytes
+    )
 
 
-def _quantization(config: dict[str, Any], facts: CheckpointRequirements) -> str:
+def _quantization(config: dict[str, Any], requirements: CheckpointRequirements) -> str:
     """Return the storage type of the weights: ``4-bit``, the name of a quantization method, or a plain type."""
     own, other = config.get("quantization"), config.get("quantization_config")
     mode = (own or {}).get("mode", "affine")
@@ -136,4 +138,4 @@ def _quantization(config: dict[str, Any], facts: CheckpointRequirements) -> str:
         return f"{own.get('bits', '?')}-bit" if mode == "affine" else str(mode)
     if other:
         return str(other.get("quant_method", "quantized"))
-    return str(config.get("dtype") or config.get("torch_dtype") or facts.dtype)
+    return str(config.get("dtype") or config.get("torch_dtype") or requirements.dtype)

@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from metal_engine.checkpoints.demo import fetch_demo_model
-from metal_engine.checkpoints.draft_head_names import HEAD_PATTERNS
-from metal_engine.checkpoints.hub import (
+from metal_engine.checkpoints.draft_heads.names import HEAD_PATTERNS
+from metal_engine.checkpoints.hub.download import download
+from metal_engine.checkpoints.hub.preflight import (
+    check_has_model,
+    choose_gguf,
+    estimated_requirements,
+    read_remote_config,
+    remote_model_tensors,
+)
+from metal_engine.checkpoints.hub.repository import (
     MODEL_PATTERNS,
     HubRepo,
     cached_folder,
@@ -23,19 +31,11 @@ from metal_engine.checkpoints.hub import (
     hub_problem,
     is_offline,
 )
-from metal_engine.checkpoints.hub_download import download
-from metal_engine.checkpoints.hub_preflight import (
-    check_has_model,
-    choose_gguf,
-    estimated_facts,
-    read_remote_config,
-    remote_model_tensors,
-)
 from metal_engine.checkpoints.model_classes import model_classes
-from metal_engine.checkpoints.named_paths import check_model_name
-from metal_engine.checkpoints.names import DEMO_MODEL, HubName, parse_hub_name
+from metal_engine.checkpoints.model_names import DEMO_MODEL, HubName, parse_hub_name
+from metal_engine.checkpoints.path_settings import check_model_name
 from metal_engine.checkpoints.pooling_config import check_causal
-from metal_engine.checkpoints.requirements import Check, check_memory, safetensors_facts
+from metal_engine.checkpoints.requirements import Check, check_memory, safetensors_requirements
 from metal_engine.checkpoints.shared_indexes import check_indexes
 from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError, one_line
 from metal_engine.settings.args import EngineArgs
@@ -198,12 +198,12 @@ def check_remote_model(repo: HubRepo, args: EngineArgs, device: DeviceInfo, chec
     config = read_remote_config(repo)
     check_causal(config, args.model)
     check_architecture(config, args)
-    estimate = estimated_facts(repo, config, args, device)
+    estimate = estimated_requirements(repo, config, args, device)
     if estimate.weight_bytes > 2 * device.memory_bytes:
         check_memory(estimate, args, device)
-    facts = safetensors_facts(config, remote_model_tensors(repo), args, device)
-    check_memory(facts, args, device)
-    check(facts)
+    requirements = safetensors_requirements(config, remote_model_tensors(repo), args, device)
+    check_memory(requirements, args, device)
+    check(requirements)
 
 
 def check_architecture(config: dict[str, Any], args: EngineArgs) -> None:

@@ -1,4 +1,4 @@
-"""Loads a model by its name: an mlx-lm model, its tokenizer and the facts about both.
+"""Loads a model by its name: an mlx-lm model with its tokenizer and its default settings.
 
 A name is ``demo``, a ``.gguf`` file, a local directory (with MLX or Hugging Face safetensors), or a repository on the
 Hugging Face hub.
@@ -29,16 +29,16 @@ from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.checkpoints.headless import EmbeddingWeights
-from metal_engine.checkpoints.hub import fetch_tokenizer
-from metal_engine.checkpoints.named_paths import generation_config_folder, local_tokenizer
-from metal_engine.checkpoints.names import DEMO_MODEL, is_local
+from metal_engine.checkpoints.hub.repository import fetch_tokenizer
+from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local
+from metal_engine.checkpoints.path_settings import generation_config_folder, local_tokenizer
 from metal_engine.checkpoints.pooling_config import check_causal, find_reranker, gguf_pooler, read_pooler
 from metal_engine.checkpoints.requirements import (
     Check,
     CheckpointRequirements,
     check_memory,
-    gguf_facts,
-    safetensors_facts,
+    gguf_requirements,
+    safetensors_requirements,
 )
 from metal_engine.checkpoints.tokenizer import load_tokenizer
 from metal_engine.errors import ConfigError, ModelLoadError, is_rust_panic, one_line
@@ -95,11 +95,11 @@ CheckTokenizer = Callable[[PreTrainedTokenizerFast], None]
 def load(
     args: EngineArgs,
     device: DeviceInfo,
-    check: Check = lambda facts: None,
-    claim: Check = lambda facts: None,
+    check: Check = lambda requirements: None,
+    claim: Check = lambda requirements: None,
     check_tokenizer: CheckTokenizer = lambda tokenizer: None,
     divide: Divide | None = None,
-    look: Callable[[Path], None] = lambda path: None,
+    check_files: Callable[[Path], None] = lambda path: None,
 ) -> LoadedModel:
     """Load the model that ``args.model`` names.
 
@@ -117,14 +117,14 @@ def load(
         check_tokenizer: raises an error for an unsuitable tokenizer. Called before the weights are read.
         divide: reduces the model to one rank's shard and evaluates the shard's weights. Called while all weights are
             lazy.
-        look: called with the model's directory or GGUF file before any part of it is loaded.
+        check_files: called with the model's directory or GGUF file before any part of it is loaded.
 
     Raises:
         ModelLoadError: the model cannot be found, read or run. The message gives the reason.
         ConfigError: a setting does not suit the model.
     """
     try:
-        loaded = _load(args, device, check, claim, check_tokenizer, divide, look)
+        loaded = _load(args, device, check, claim, check_tokenizer, divide, check_files)
         _try_tokenizer(loaded.tokenizer)
         return loaded
     except (ModelLoadError, ConfigError):
@@ -152,23 +152,23 @@ def _load(
     claim: Check,
     check_tokenizer: CheckTokenizer,
     divide: Divide | None,
-    look: Callable[[Path], None],
+    check_files: Callable[[Path], None],
 ) -> LoadedModel:
     dtype = DTYPES.get(args.dtype, mx.float32 if device.kind == "cpu" else None)
     if args.revision is not None and (args.model == DEMO_MODEL or is_local(args.model)):
         logger.warning("--revision %s has no effect: %s is not from the hub", args.revision, args.model)
     found = find_model(args, device, check)
-    look(found.path)
+    check_files(found.path)
     began = time.monotonic()
 
-    def admit(facts: CheckpointRequirements) -> None:
-        check(facts)
-        claim(facts)
+    def admit(requirements: CheckpointRequirements) -> None:
+        check(requirements)
+        claim(requirements)
 
     load_files = _load_gguf if found.path.suffix == ".gguf" else _load_directory
-    loaded, facts = load_files(found, args, dtype, device, admit, check_tokenizer, divide)
+    loaded, requirements = load_files(found, args, dtype, device, admit, check_tokenizer, divide)
     loaded = replace(loaded, path=found.path)
-    logger.info("loaded the weights: %s in %.1f s", format_size(facts.weight_bytes), time.monotonic() - began)
+    logger.info("loaded the weights: %s in %.1f s", format_size(requirements.weight_bytes), time.monotonic() - began)
     return loaded
 
 
@@ -183,24 +183,24 @@ def _load_gguf(
 ) -> tuple[LoadedModel, CheckpointRequirements]:
     header = read_gguf_header(found.path)
     pooler = gguf_pooler(header)
-    facts = gguf_facts(header, gguf_config(header), args, device)
-    check_memory(facts, args, device)
-    check(facts)
+    requirements = gguf_requirements(header, gguf_config(header), args, device)
+    check_memory(requirements, args, device)
+    check(requirements)
     source = _tokenizer_path(args, found)
     if source == found.path:
         tokenizer = load_gguf_tokenizer(header)
     else:
         tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
     check_tokenizer(tokenizer)
-    _announce(found, facts)
-    weight_dtype = dtype or DTYPES[facts.dtype]
+    _announce(found, requirements)
+    weight_dtype = dtype or DTYPES[requirements.dtype]
     model, config = load_gguf_model(header, weight_dtype, dequantize=device.kind == "cpu", divide=divide)
     own_generation_config: dict[str, Any] | None = DEFAULT_SAMPLING if args.model == DEMO_MODEL else None
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
     eos_token_ids = frozenset(gguf_eos_token_ids(header))
     interleaved = interleaved_modules(config)
-    facts_of_model = (model, config, tokenizer, source, eos_token_ids, found.name, sampling, pooler)
-    return LoadedModel(*facts_of_model, interleaved=interleaved), facts
+    fields = (model, config, tokenizer, source, eos_token_ids, found.name, sampling, pooler)
+    return LoadedModel(*fields, interleaved=interleaved), requirements
 
 
 def _load_directory(
@@ -219,10 +219,10 @@ def _load_directory(
     pooler = read_pooler(path, config)
     files = checkpoint.weight_files(path)
     tensors = list(checkpoint.stored_tensors(files))
-    facts = safetensors_facts(config, tensors, args, device)
-    check_memory(facts, args, device)
+    requirements = safetensors_requirements(config, tensors, args, device)
+    check_memory(requirements, args, device)
     check_architecture(config, args)
-    check(facts)
+    check(requirements)
     own_generation_config = checkpoint.read_generation_config(path)
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
     # The tokenizer loads much faster than the weights, so its errors are reported first.
@@ -231,7 +231,7 @@ def _load_directory(
     check_tokenizer(tokenizer)
     eos_token_ids = checkpoint.eos_token_ids(config, own_generation_config)
     weights = EmbeddingWeights.of(tensors, config) if pooler.is_embedder else EmbeddingWeights()
-    _announce(found, facts)
+    _announce(found, requirements)
     model, config = _load_mlx_lm_model(path, config, args, weights)
     if device.kind == "cpu" and config.get("quantization"):
         model = dequantize(model)
@@ -242,8 +242,8 @@ def _load_directory(
     read_weights(model)
     reranker = find_reranker(path, config, args.model, tokenizer)
     can_generate = not weights.lacks_head
-    facts_of_model = (model, config, tokenizer, source, eos_token_ids, found.name, sampling, pooler)
-    return LoadedModel(*facts_of_model, reranker, can_generate), facts
+    fields = (model, config, tokenizer, source, eos_token_ids, found.name, sampling, pooler)
+    return LoadedModel(*fields, reranker, can_generate), requirements
 
 
 def read_weights(model: nn.Module) -> None:
@@ -259,8 +259,8 @@ def read_weights(model: nn.Module) -> None:
     mx.eval(arrays)
 
 
-def _announce(found: FoundModel, facts: CheckpointRequirements) -> None:
-    logger.info("loading the weights of %s: %s in memory", found.name, format_size(facts.weight_bytes))
+def _announce(found: FoundModel, requirements: CheckpointRequirements) -> None:
+    logger.info("loading the weights of %s: %s in memory", found.name, format_size(requirements.weight_bytes))
 
 
 def _load_mlx_lm_model(

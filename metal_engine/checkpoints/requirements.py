@@ -16,7 +16,7 @@ from metal_engine.checkpoints.checkpoint import (
     vision_tensors,
     weight_bytes,
 )
-from metal_engine.checkpoints.draft_head_names import FP8_SCALES, head_tensors
+from metal_engine.checkpoints.draft_heads.names import FP8_SCALES, head_tensors
 from metal_engine.checkpoints.gguf.config import default_dtype
 from metal_engine.checkpoints.gguf.header import GgufHeader
 from metal_engine.checkpoints.gguf.weights import loaded_bytes
@@ -40,7 +40,7 @@ _MAX_WEIGHT_FRACTION = 0.85
 
 @dataclass(frozen=True)
 class CheckpointRequirements:
-    """Facts about a checkpoint, from its configuration and the headers of its weight files.
+    """Requirements of a checkpoint, from its configuration and the headers of its weight files.
 
     Attributes:
         config: content of ``config.json``, or its equivalent for a GGUF file.
@@ -57,14 +57,14 @@ class CheckpointRequirements:
     reading_bytes: int = 0
 
 
-# Raises an error for a checkpoint that cannot be served, judging by its facts.
+# Raises an error for a checkpoint that cannot be served, judging by its requirements.
 Check = Callable[[CheckpointRequirements], None]
 
 
-def safetensors_facts(
+def safetensors_requirements(
     config: dict[str, Any], tensors: Sequence[StoredTensor], args: EngineArgs, device: DeviceInfo
 ) -> CheckpointRequirements:
-    """Return the facts about a checkpoint in safetensors files.
+    """Return the requirements of a checkpoint in safetensors files.
 
     Raises:
         ModelLoadError: the configuration and the tensors do not match.
@@ -83,17 +83,17 @@ def safetensors_facts(
     return CheckpointRequirements(config, num_bytes, num_params, dtype, _reading_bytes(tensors, num_bytes))
 
 
-def head_bytes(tensors: Sequence[StoredTensor], facts: CheckpointRequirements, device: DeviceInfo) -> int:
+def head_bytes(tensors: Sequence[StoredTensor], requirements: CheckpointRequirements, device: DeviceInfo) -> int:
     """Return the memory for the weights of the draft head among some tensors, in bytes; 0 without a usable head.
 
     Published FP8 weights are converted to the model's type.
     """
-    float_bytes = _DTYPE_BYTES[facts.dtype] if device.kind == "cpu" else None
+    float_bytes = _DTYPE_BYTES[requirements.dtype] if device.kind == "cpu" else None
     own = head_tensors(list(tensors))
     fp8 = [tensor for tensor in own if tensor.dtype == "F8_E4M3"]
     others = [tensor for tensor in own if tensor.dtype != "F8_E4M3" and not tensor.name.endswith(FP8_SCALES)]
-    num_fp8_bytes = sum(tensor.size for tensor in fp8) * _DTYPE_BYTES[facts.dtype]
-    return weight_bytes(others, facts.config, float_bytes) + num_fp8_bytes
+    num_fp8_bytes = sum(tensor.size for tensor in fp8) * _DTYPE_BYTES[requirements.dtype]
+    return weight_bytes(others, requirements.config, float_bytes) + num_fp8_bytes
 
 
 def _reading_bytes(tensors: Sequence[StoredTensor], num_bytes: int) -> int:
@@ -121,8 +121,10 @@ def _largest_stack_bytes(tensors: Sequence[StoredTensor]) -> int:
     return max(stacks.values(), default=0)
 
 
-def facts_by_size(config: dict[str, Any], stored: int, args: EngineArgs, device: DeviceInfo) -> CheckpointRequirements:
-    """Estimate the facts about a checkpoint from its size in bytes and the storage type in its configuration.
+def requirements_by_size(
+    config: dict[str, Any], stored: int, args: EngineArgs, device: DeviceInfo
+) -> CheckpointRequirements:
+    """Estimate the requirements of a checkpoint from its size in bytes and the storage type in its configuration.
 
     This is only a rough estimate. Use it to refuse a model only if ``weight_bytes`` far exceeds the memory.
     """
@@ -137,10 +139,10 @@ def facts_by_size(config: dict[str, Any], stored: int, args: EngineArgs, device:
     return CheckpointRequirements(config, in_memory, num_params, dtype)
 
 
-def gguf_facts(
+def gguf_requirements(
     header: GgufHeader, config: dict[str, Any], args: EngineArgs, device: DeviceInfo
 ) -> CheckpointRequirements:
-    """Return the facts about a GGUF file. A CPU dequantizes all of it, a GPU the types without MLX kernels."""
+    """Return the requirements of a GGUF file. A CPU dequantizes all of it, a GPU the types without MLX kernels."""
     dtype = _dtype(args, device, default_dtype(header))
     dequantize = device.kind == "cpu"
     sizes = [loaded_bytes(tensor, _DTYPE_BYTES[dtype], dequantize) for tensor in header.tensors.values()]
@@ -160,42 +162,40 @@ def memory_for_model(args: EngineArgs, device: DeviceInfo) -> int:
     return int(device.memory_bytes * (1.0 if device.kind == "cpu" else args.gpu_memory_utilization))
 
 
-def check_memory(facts: CheckpointRequirements, args: EngineArgs, device: DeviceInfo) -> None:
+def check_memory(requirements: CheckpointRequirements, args: EngineArgs, device: DeviceInfo) -> None:
     """Refuse weights that cannot fit, before they are downloaded or loaded.
 
     Raises:
         ModelLoadError: the weights alone exceed the available memory. The message suggests a size that fits.
     """
     available = memory_for_model(args, device)
-    if facts.weight_bytes // args.num_ranks <= available:
+    if requirements.weight_bytes // args.num_ranks <= available:
         return
+    needs = f"not enough memory for {args.model}: its weights take {format_size(requirements.weight_bytes)}"
     if args.num_ranks > 1:
         raise ModelLoadError(
-            f"not enough memory for {args.model}: its weights take {format_size(facts.weight_bytes)}, and each of "
-            f"{args.num_ranks} ranks has {format_size(available)} for its shard; use more machines or a smaller model"
+            f"{needs}, and each of {args.num_ranks} ranks has {format_size(available)} for its shard; use more "
+            "machines or a smaller model"
         )
     if device.kind == "cpu":
         has = f"{format_size(device.memory_bytes)} free"
         advice = (
-            f"about {_count(available * _MAX_WEIGHT_FRACTION / _DTYPE_BYTES[facts.dtype])} parameters would fit "
-            f"({facts.dtype} on a CPU): use a smaller model"
+            f"about {_count(available * _MAX_WEIGHT_FRACTION / _DTYPE_BYTES[requirements.dtype])} parameters would fit "
+            f"({requirements.dtype} on a CPU): use a smaller model"
         )
-        if facts.dtype == "float32":
+        if requirements.dtype == "float32":
             advice += ", or --dtype bfloat16 for half the size (slow on a CPU; not for models with experts)"
     else:
         has = f"{format_size(device.memory_bytes)}, {args.gpu_memory_utilization:.0%} of it for a model"
-        advice = f"{_smaller_version(facts, available)}, or raise --gpu-memory-utilization"
-    raise ModelLoadError(
-        f"not enough memory for {args.model}: its weights take {format_size(facts.weight_bytes)}, and this machine has "
-        f"{has}; {advice}"
-    )
+        advice = f"{_smaller_version(requirements, available)}, or raise --gpu-memory-utilization"
+    raise ModelLoadError(f"{needs}, and this machine has {has}; {advice}")
 
 
-def _smaller_version(facts: CheckpointRequirements, available: int) -> str:
+def _smaller_version(requirements: CheckpointRequirements, available: int) -> str:
     """Describe the quantization with the most bits that fits and leaves memory for a KV cache."""
     for bits in _QUANTIZED_BITS:
-        size = int(facts.num_params * (bits + _SCALE_BITS) / 8)
-        if size < facts.weight_bytes and size <= available * _MAX_WEIGHT_FRACTION:
+        size = int(requirements.num_params * (bits + _SCALE_BITS) / 8)
+        if size < requirements.weight_bytes and size <= available * _MAX_WEIGHT_FRACTION:
             return f"a {bits}-bit version of about {format_size(size)} would fit"
     fits = available * _MAX_WEIGHT_FRACTION * 8 / (4 + _SCALE_BITS)
     return f"no quantized version of it would fit: use a model with at most {_count(fits)} parameters in 4 bits"

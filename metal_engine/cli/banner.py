@@ -1,4 +1,4 @@
-"""Block of facts that a server prints when it is ready: model, device, memory and address."""
+"""Block of rows that a server prints when it is ready: model, device, memory and address."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from metal_engine.settings.fields import format_size
 from metal_engine.text.default_sampling import default_sampling_text
 
 
-def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Return the facts about a server with one model, by label.
+def startup_rows(config: EngineConfig, url: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Return the banner's rows for a server with one model, by label.
 
     Args:
         url: URL of the server.
@@ -35,7 +35,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         else f" in {model.kv_dtype} ({cache.num_tokens - unquantized:,} more than unquantized)"
     )
     concurrency = cache.num_tokens / scheduler.max_model_len
-    facts = {
+    rows = {
         "model": model.name if names == (model.name,) else f"{model.name}, served as {named}",
         "architecture": f"{model.model_type}, {model.num_layers} layers, {_count(model.num_params)} parameters",
         "dtype": model.dtype,
@@ -61,60 +61,60 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "URL": url,
     }
     if (speculative := scheduler.speculative) is not None:
-        facts["speculation"] = (
+        rows["speculation"] = (
             f"{speculative.method}: up to {speculative.num_speculative_tokens} tokens a request and step, "
             f"{_source(speculative, config)}"
         )
     else:
-        del facts["speculation"]
+        del rows["speculation"]
     if not model.own_caches_reason:
-        del facts["requests"]
-    if not facts["images"]:
-        del facts["images"]
+        del rows["requests"]
+    if not rows["images"]:
+        del rows["images"]
     if not model.can_generate:
-        del facts["sampling"]
+        del rows["sampling"]
     if not config.dispatch:
-        del facts["dispatch"]
+        del rows["dispatch"]
     if not config.attention_tuning:
-        del facts["tuning"]
+        del rows["tuning"]
     if config.command_buffers is None:
-        del facts["commands"]
+        del rows["commands"]
     if not config.ranks:
-        del facts["ranks"]
+        del rows["ranks"]
     if not config.state_bytes:
-        del facts["states"]
+        del rows["states"]
     if not config.kv_bytes:
-        facts["KV cache"] = "none: its layers have recurrent states only"
-    return facts
+        rows["KV cache"] = "none: its layers have recurrent states only"
+    return rows
 
 
-def registry_facts(registry: ModelRegistry, url: str) -> dict[str, str]:
-    """Return the facts about several models, by label."""
+def registry_rows(registry: ModelRegistry, url: str) -> dict[str, str]:
+    """Return the texts to show for several models, by label."""
     loaded = [_loaded(one, one.loaded_engine) for one in registry.entries if one.loaded_engine is not None]
     others = [one.name for one in registry.entries if one.loaded_engine is None]
-    facts = {
+    rows = {
         "loaded": ", ".join(loaded) or "none yet",
         "on demand": ", ".join(others),
         "memory": f"{format_size(registry.budget.memory_bytes)} for all models",
         "keep alive": f"{registry.keep_alive:g} s" if registry.keep_alive else "until another model needs the memory",
         "URL": url,
     }
-    return {label: value for label, value in facts.items() if value}
+    return {label: value for label, value in rows.items() if value}
 
 
-def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
-    """Print a panel on a terminal, or one plain line for each fact elsewhere. Ignores errors of writing."""
+def print_banner(rows: dict[str, str], console: Console | None = None) -> None:
+    """Print a panel on a terminal, or one plain line for each row elsewhere. Ignores errors of writing."""
     with suppress(OSError):  # a full disk must not stop the server
-        _print_facts(facts, console or Console(stderr=True))
+        _print_rows(rows, console or Console(stderr=True))
 
 
-def _print_facts(facts: dict[str, str], console: Console) -> None:
+def _print_rows(rows: dict[str, str], console: Console) -> None:
     if not console.is_terminal:
-        for label, value in facts.items():
+        for label, value in rows.items():
             console.print(f"{label + ':':14}{value}", markup=False, highlight=False, soft_wrap=True)
         return
     table = Table.grid(padding=(0, 2))
-    for label, value in facts.items():
+    for label, value in rows.items():
         style = "bold green" if label == "URL" else None
         table.add_row(f"[dim]{label}[/]", value, style=style)
     console.print(Panel(table, title="metal-engine", title_align="left", expand=False))

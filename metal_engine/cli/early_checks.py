@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from metal_engine.checkpoints.named_paths import (
+from metal_engine.checkpoints.path_settings import (
     check_model_name,
     existing_folder,
     generation_config_folder,
@@ -14,8 +14,9 @@ from metal_engine.errors import AdapterError, ConfigError
 from metal_engine.kv_transfer.settings import kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
 from metal_engine.lora.files import check_adapter_folder
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
+from metal_engine.settings.server_args import ServerArgs
 from metal_engine.settings.speculative import speculative_config
 from metal_engine.text.chat_template_file import read_chat_template
 

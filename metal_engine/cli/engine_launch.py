@@ -9,11 +9,12 @@ from pathlib import Path
 import msgspec
 
 from metal_engine.checkpoints.tokenizer import load_tokenizer
-from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
+from metal_engine.engine.device_access import FULL_ACCESS, DeviceAccess
 from metal_engine.engine.process.spawner import Spawner
 from metal_engine.engine.process.supervisor import EngineSupervisor
 from metal_engine.engine.process.wire import Ready, Start
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.server_args import ServerArgs
 from metal_engine.text.chat_template_file import read_chat_template
 from metal_engine.text.tokenizer import Tokenizer
 
@@ -37,7 +38,7 @@ def spawner_of(models: Iterable[EngineArgs], server_args: ServerArgs, *, is_shar
     return Spawner(MODULE, start, is_shared=is_shared)
 
 
-def engine_of(args: EngineArgs, spawner: Spawner, access: DeviceAccess = WHOLE_DEVICE) -> EngineSupervisor:
+def engine_of(args: EngineArgs, spawner: Spawner, access: DeviceAccess = FULL_ACCESS) -> EngineSupervisor:
     """Return the supervisor of an engine in a separate process. The process has not been started."""
     return EngineSupervisor(spawner, msgspec.to_builtins(args), partial(_tokenizer_of, args), access)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _QOS_CLASS_USER_INITIATED = 0x19
 # Modules that import most of the modules for building an engine and for its first steps. They take no device memory.
 _MODULES = (
-    "build",
+    "loading.build",
     "checkpoints.loader",
     "models.check",
     "models.lora_targets",
@@ -57,7 +57,7 @@ def _set_up(start: Start) -> tuple[PrepareFunction, BuildFunction]:
     def build(order: Build, access: DeviceAccess) -> BuiltEngine:
         if sys.platform == "darwin":  # for the engine's thread, which runs this function
             ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_CLASS_USER_INITIATED, 0)
-        from metal_engine.build import build_engine
+        from metal_engine.loading.build import build_engine
 
         args = msgspec.convert(order.args, EngineArgs)
         config = order.config

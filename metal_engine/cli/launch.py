@@ -18,8 +18,8 @@ from metal_engine.cli.launch_tools import TOOLS, RunningServer, Tool
 from metal_engine.cli.options import one_line_errors
 from metal_engine.cli.server_address import OWNER, ApiKey, Host, Port, Url, base_url, find_card, first_key
 from metal_engine.errors import ConfigError, short
-from metal_engine.settings.args import ServerArgs
-from metal_engine.settings.model_names import problem_of_name
+from metal_engine.settings.served_names import problem_of_name
+from metal_engine.settings.server_args import ServerArgs
 
 # Key for a server without keys, because clients refuse to start without one.
 PLACEHOLDER_KEY = "metal-engine"

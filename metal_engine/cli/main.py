@@ -24,10 +24,11 @@ from metal_engine.device.allocator import keep_freed_memory
 from metal_engine.distributed.launch import is_follower, launched_rank
 from metal_engine.errors import ConfigError
 from metal_engine.lazy_packages import make_packages_lazy
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.chat_args import ChatArgs
-from metal_engine.settings.model_names import problem_of_name
 from metal_engine.settings.multi_model import RegistryArgs
+from metal_engine.settings.served_names import problem_of_name
+from metal_engine.settings.server_args import ServerArgs
 
 if TYPE_CHECKING:
     from metal_engine.engine.transport import Transport
@@ -59,9 +60,9 @@ def serve(args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs
     if len(models) > 1 or registry_args.is_wanted:
         status = _serve_several(models, args, server_args, registry_args)
     elif models and is_follower(args):
-        from metal_engine.rank_worker import follow
+        from metal_engine.rank_worker import run_as_follower
 
-        status = follow(args)
+        status = run_as_follower(args)
     elif models:
         status = _serve_one(args, server_args)
     else:
@@ -96,7 +97,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
         check_engine_args(args)
         transport = _transport(args, server_args)
 
-        from metal_engine.cli.banner import print_banner, startup_facts
+        from metal_engine.cli.banner import print_banner, startup_rows
         from metal_engine.engine.async_engine import AsyncEngine
         from metal_engine.server.run import quit_on_signals, run_server
 
@@ -117,7 +118,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
             server_args,
             names,
             listener,
-            on_ready=lambda url: print_banner(startup_facts(engine.config, url, names)),
+            on_ready=lambda url: print_banner(startup_rows(engine.config, url, names)),
             answer_format=answer_format,
         )
 
@@ -136,8 +137,8 @@ def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
         logger.info(
             "the launcher must restart all %d ranks if one ends: this server does not replace them", args.num_ranks
         )
-    from metal_engine.build import build_engine
     from metal_engine.engine.engine_thread import EngineThread
+    from metal_engine.loading.build import build_engine
 
     return EngineThread(lambda: build_engine(args))
 
@@ -148,8 +149,8 @@ def _naming_the_model(args: EngineArgs) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        from metal_engine.checkpoints.hub import cached_repos
-        from metal_engine.checkpoints.names import missing_here
+        from metal_engine.checkpoints.hub.repository import cached_repos
+        from metal_engine.checkpoints.model_names import missing_here
 
         missing = missing_here(args.model, cached_repos(args.download_dir)) if error.flag == "--port" else ""
         if not missing:

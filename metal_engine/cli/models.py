@@ -69,16 +69,16 @@ def _pull(
     """Download a model or a draft head for `serve`. An interrupted download is resumed."""
     set_up_logging("info")
     with one_line_errors():
-        from metal_engine.checkpoints.named_paths import check_model_name
-        from metal_engine.checkpoints.names import DEMO_MODEL, is_local
+        from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local
+        from metal_engine.checkpoints.path_settings import check_model_name
 
         if model != DEMO_MODEL and is_local(model):
             raise ConfigError(None, f"{model} is a path: `pull` takes a repository on the hub, `serve` takes both")
         check_model_name(model)
         device = _device()
-        from metal_engine.build import check_before_loading
-        from metal_engine.checkpoints.draft_head_sources import pull_only_head
+        from metal_engine.checkpoints.draft_heads.sources import pull_only_head
         from metal_engine.checkpoints.find import fetch_model, find_model, hub_name
+        from metal_engine.loading.load_checks import check_before_loading
 
         args = EngineArgs(model=model, download_dir=download_dir)
         if model != DEMO_MODEL and (head := pull_only_head(hub_name(args), download_dir)) is not None:
@@ -100,7 +100,7 @@ def _list(download_dir: _DownloadDir = None, as_json: _JSON = False) -> None:
     set_up_logging("error")
     with one_line_errors():
         device = _device()
-        from metal_engine.checkpoints.cache import cached_models
+        from metal_engine.checkpoints.cached_models import cached_models
         from metal_engine.checkpoints.details import cached_details
 
         rows = []
@@ -121,9 +121,9 @@ def _show(model: _Name, download_dir: _DownloadDir = None, as_json: _JSON = Fals
     set_up_logging("error")
     with one_line_errors():
         device = _device()
-        from metal_engine.checkpoints.cache import find_cached
+        from metal_engine.checkpoints.cached_models import find_cached
         from metal_engine.checkpoints.details import cached_details, remote_details
-        from metal_engine.checkpoints.names import DEMO_MODEL, is_local
+        from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local
 
         cached = find_cached(model, download_dir)
         args = EngineArgs(model=cached.name if cached else model, download_dir=download_dir)
@@ -133,11 +133,11 @@ def _show(model: _Name, download_dir: _DownloadDir = None, as_json: _JSON = Fals
             raise ConfigError(None, f"{model} is a path: `show` takes a repository, here or on the hub")
         details = cached_details(cached, args, device) if cached else remote_details(args, device)
         row = _row(details, cached.last_used if cached else None)
-        facts: dict[str, Any] = {**asdict(row), **_engine_facts(details, args, device)}
+        values: dict[str, Any] = {**asdict(row), **_engine_values(details, args, device)}
         if as_json:
-            print(json.dumps(facts, indent=2))
+            print(json.dumps(values, indent=2))
             return
-        for label, value in _labelled(facts).items():
+        for label, value in _labelled(values).items():
             print(f"{label + ':':15}{value}")
 
 
@@ -149,7 +149,7 @@ def _rm(
     """Remove a model from the cache: a repository, REPO@REVISION, or REPO:QUANTIZATION."""
     set_up_logging("error")
     with one_line_errors():
-        from metal_engine.checkpoints.cache import plan_removal
+        from metal_engine.checkpoints.cached_models import plan_removal
 
         removal = plan_removal(model, download_dir)
         if not yes:
@@ -182,20 +182,23 @@ def _row(details: CheckpointDetails, last_used: float | None) -> _Row:
     )
 
 
-def _engine_facts(details: CheckpointDetails, args: EngineArgs, device: DeviceInfo) -> dict[str, Any]:
-    """Return the engine's facts about a model: parameters, memory, and capacity of the KV cache in tokens."""
+def _engine_values(details: CheckpointDetails, args: EngineArgs, device: DeviceInfo) -> dict[str, Any]:
+    """Return the engine's values for a model: parameters, memory, and capacity of the KV cache in tokens."""
     from metal_engine.models.info import expected_model_info
     from metal_engine.settings.resolve import check_kv_cache
 
-    if details.facts is None:
+    if details.requirements is None:
         return {}
-    found: dict[str, Any] = {"parameters": details.facts.num_params, "weight_bytes": details.facts.weight_bytes}
+    found: dict[str, Any] = {
+        "parameters": details.requirements.num_params,
+        "weight_bytes": details.requirements.weight_bytes,
+    }
     if details.head_bytes:
         found |= {"draft_head_bytes": details.head_bytes}
     if details.problem is not None:
         return found
     try:
-        info = expected_model_info(details.name, details.facts, args.kv_cache_dtype)
+        info = expected_model_info(details.name, details.requirements, args.kv_cache_dtype)
         if info is not None:
             found |= {"layers": info.num_layers, "context_length": info.max_position_embeddings}
             found |= {"kv_bytes_per_token": info.kv_bytes_per_token}
@@ -209,26 +212,26 @@ def _engine_facts(details: CheckpointDetails, args: EngineArgs, device: DeviceIn
 # --- text output ---
 
 
-def _labelled(facts: dict[str, Any]) -> dict[str, str]:
-    """Return the values that ``show`` prints, by label. Unknown facts are left out."""
+def _labelled(values: dict[str, Any]) -> dict[str, str]:
+    """Return the values that ``show`` prints, by label. Unknown values are left out."""
     shown = {
-        "name": facts["name"],
-        "path": facts["path"] or "on the hub; `metal-engine pull` downloads it",
-        "size": format_size(facts["size"]),
-        "architecture": facts["architecture"],
-        "layers": facts.get("layers"),
-        "parameters": _grouped(facts.get("parameters")),
-        "quantization": facts["quantization"],
-        "context": _tokens(facts["context_length"]),
-        "in memory": format_size(facts["weight_bytes"]) if "weight_bytes" in facts else None,
-        "draft head": format_size(facts["draft_head_bytes"]) if "draft_head_bytes" in facts else None,
-        "KV of a token": format_size(facts["kv_bytes_per_token"]) if "kv_bytes_per_token" in facts else None,
-        "state of a request": format_size(facts["state_bytes_per_request"])
-        if facts.get("state_bytes_per_request")
+        "name": values["name"],
+        "path": values["path"] or "on the hub; `metal-engine pull` downloads it",
+        "size": format_size(values["size"]),
+        "architecture": values["architecture"],
+        "layers": values.get("layers"),
+        "parameters": _grouped(values.get("parameters")),
+        "quantization": values["quantization"],
+        "context": _tokens(values["context_length"]),
+        "in memory": format_size(values["weight_bytes"]) if "weight_bytes" in values else None,
+        "draft head": format_size(values["draft_head_bytes"]) if "draft_head_bytes" in values else None,
+        "KV of a token": format_size(values["kv_bytes_per_token"]) if "kv_bytes_per_token" in values else None,
+        "state of a request": format_size(values["state_bytes_per_request"])
+        if values.get("state_bytes_per_request")
         else None,
-        "KV that fits": _tokens(facts.get("kv_cache_tokens")),
-        "runs here": "yes" if facts["runs_here"] else f"no: {facts['problem']}",
-        "last used": _day(facts["last_used"]),
+        "KV that fits": _tokens(values.get("kv_cache_tokens")),
+        "runs here": "yes" if values["runs_here"] else f"no: {values['problem']}",
+        "last used": _day(values["last_used"]),
     }
     return {label: str(value) for label, value in shown.items() if value}
 

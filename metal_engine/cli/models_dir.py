@@ -8,9 +8,10 @@ from pathlib import Path
 
 from metal_engine.cli.early_checks import check_engine_args
 from metal_engine.errors import ConfigError
-from metal_engine.settings.args import EngineArgs, ServerArgs
-from metal_engine.settings.model_names import check_name, problem_of_name
+from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.multi_model import RegistryArgs, refuse_for_one_model
+from metal_engine.settings.served_names import check_name, problem_of_name
+from metal_engine.settings.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

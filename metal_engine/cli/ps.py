@@ -12,8 +12,8 @@ from metal_engine.cli.launch import get_json, response_problem
 from metal_engine.cli.models import print_columns
 from metal_engine.cli.options import one_line_errors
 from metal_engine.cli.server_address import ApiKey, Host, Port, Url, base_url, first_key
-from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.fields import format_size
+from metal_engine.settings.server_args import ServerArgs
 
 
 def ps(

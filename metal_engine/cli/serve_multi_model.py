@@ -15,9 +15,10 @@ from metal_engine.errors import InsufficientMemoryError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource, Start
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.server.listen import Listener
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.multi_model import RegistryArgs, models_memory, per_model_args
 from metal_engine.settings.pool_size import pool_flag
+from metal_engine.settings.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def serve_several(
     spawner = spawner_of(all_args, server_args, is_shared=True)
     spawner.prepare_spare()
 
-    from metal_engine.cli.banner import print_banner, registry_facts
+    from metal_engine.cli.banner import print_banner, registry_rows
     from metal_engine.server.run import run_registry
 
     device = spawner.device()
@@ -65,7 +66,7 @@ def serve_several(
         registry,
         server_args,
         listener,
-        on_ready=lambda url: print_banner(registry_facts(registry, url)),
+        on_ready=lambda url: print_banner(registry_rows(registry, url)),
         prepare=lambda: load_named(registry, models, pool_flag(each)),
         discover=discover if registry_args.enable_model_loading else None,
     )

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from metal_engine.errors import ConfigError, short
-from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.chat_args import API_KEY_HELP, HOST_HELP, PORT_HELP, URL_HELP
 from metal_engine.settings.fields import ENV_PREFIX
+from metal_engine.settings.server_args import ServerArgs
 
 # `owned_by` of the entries in this server's list of models.
 OWNER = "metal-engine"

@@ -50,7 +50,7 @@ class Kind(IntEnum):
     PLAN = 1  # start a step
     FINISH = 2  # finish the oldest step in flight
     DROP = 3  # drop the requests of a plan that was refused
-    FIGURES = 4  # facts about one rank, or about all ranks (`RankGroup.exchange`)
+    FIGURES = 4  # values of one rank, or of all ranks (`RankGroup.exchange`)
     LOST = 5  # a rank was lost or has failed; all ranks end
     QUIT = 6  # rank 0 ends normally
 

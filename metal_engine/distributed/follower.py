@@ -15,7 +15,7 @@ from metal_engine.runner.pending_step import PendingStep
 from metal_engine.step import RunnerLostError
 
 
-def follow(runner: ModelRunner, link: Link, monitor: RankFailureMonitor, rank: int) -> None:
+def run_as_follower(runner: ModelRunner, link: Link, monitor: RankFailureMonitor, rank: int) -> None:
     """Run the steps of rank 0 until rank 0 ends. If this rank fails, it notifies rank 0, which ends all ranks.
 
     Raises:

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from metal_engine import __version__
 from metal_engine.distributed.channel import TOKEN_BYTES, Kind, Link, accept_ranks, connect, listen
-from metal_engine.distributed.follower import follow
+from metal_engine.distributed.follower import run_as_follower
 from metal_engine.distributed.launch import (
     LOOPBACK,
     LocalRanks,
@@ -85,31 +85,31 @@ class RankGroup:
         """Broadcast of rank 0's samples to all ranks."""
         return self._broadcast
 
-    # --- facts ---
+    # --- exchange of values ---
 
-    def exchange(self, what: str, facts: dict[str, Any], seconds: float | None = None) -> list[dict[str, Any]]:
-        """Exchange facts with all ranks. The facts are JSON data.
+    def exchange(self, what: str, values: dict[str, Any], seconds: float | None = None) -> list[dict[str, Any]]:
+        """Exchange values with all ranks. The values are JSON data.
 
         Args:
-            what: name of the facts. All ranks must pass the same name, or they have diverged.
-            facts: facts of this rank.
+            what: name of the values. All ranks must pass the same name, or they have diverged.
+            values: values of this rank.
             seconds: time limit for another rank. None waits as long as that rank lives.
 
         Returns:
-            Facts of each rank, by rank.
+            Values of each rank, by rank.
 
         Raises:
             RunnerLostError: a rank was lost, passes another name, or takes too long.
         """
         if self.rank:
             (leader,) = self._links
-            leader.send(Kind.FIGURES, encode([what, facts]))
+            leader.send(Kind.FIGURES, encode([what, values]))
             answer: list[dict[str, Any]] = self._figures(leader, what, seconds)
             return answer
-        all_facts = [json.loads(encode(facts)), *(self._figures(link, what, seconds) for link in self._links)]
+        of_ranks = [json.loads(encode(values)), *(self._figures(link, what, seconds) for link in self._links)]
         for link in self._links:
-            link.send(Kind.FIGURES, encode([what, all_facts]))
-        return all_facts
+            link.send(Kind.FIGURES, encode([what, of_ranks]))
+        return of_ranks
 
     def _figures(self, link: Link, what: str, seconds: float | None) -> Any:
         try:
@@ -119,14 +119,14 @@ class RankGroup:
         self._monitor.check()
         if kind is not Kind.FIGURES:
             raise RunnerLostError(f"{link.name} sends {kind.name} before it has started")
-        theirs, facts = json.loads(content)
+        theirs, values = json.loads(content)
         if theirs != what:
             raise RunnerLostError(f"{link.name} is at {theirs!r}, and rank {self.rank} at {what!r}")
-        return facts
+        return values
 
-    def largest(self, what: str, number: int) -> int:
+    def max_over_ranks(self, what: str, number: int) -> int:
         """Return the largest of the ranks' numbers. All ranks pass the same name ``what``. Raises RunnerLostError."""
-        return max(facts["number"] for facts in self.exchange(what, {"number": number}))
+        return max(values["number"] for values in self.exchange(what, {"number": number}))
 
     def barrier(self, what: str) -> None:
         """Wait until all ranks have reached the same place in the code. Use it after work that can fail on some ranks.
@@ -142,10 +142,10 @@ class RankGroup:
     def check_settings(self) -> None:
         """Raise ConfigError if versions or settings differ between ranks."""
         mine = {name: value for name, value in asdict(self.args).items() if name not in _OWN_SETTINGS}
-        all_facts = self.exchange("settings", {"settings": mine, "versions": _versions()})
-        first = all_facts[0]
+        of_ranks = self.exchange("settings", {"settings": mine, "versions": _versions()})
+        first = of_ranks[0]
         labels = {one.name: one.label for one in settings_of(EngineArgs)}
-        for rank, one in enumerate(all_facts):
+        for rank, one in enumerate(of_ranks):
             for name, version in one["versions"].items():
                 if version != first["versions"][name]:
                     problem = f"rank {rank} runs {name} {version}, and rank 0 {first['versions'][name]}"
@@ -164,10 +164,10 @@ class RankGroup:
         kill_left = (lambda: None) if self._local is None else self._local.kill_left
         return LeaderRunner(runner, self._links, self._monitor, step_timeout, kill_left)
 
-    def follow(self, runner: ModelRunner) -> None:
-        """Run rank 0's steps until rank 0 ends. Call it on the other ranks. Raises as :func:`follow`."""
+    def run_as_follower(self, runner: ModelRunner) -> None:
+        """Run rank 0's steps until rank 0 ends. Call it on the other ranks. Raises as :func:`run_as_follower`."""
         (leader,) = self._links
-        follow(runner, leader, self._monitor, self.rank)
+        run_as_follower(runner, leader, self._monitor, self.rank)
 
     # --- the end ---
 

@@ -1,9 +1,10 @@
-"""Interface between an engine that is being built and its ranks. Most methods do nothing for a single rank."""
+"""Interface between an engine that is being built and its ranks."""
 
 from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,54 +34,93 @@ logger = logging.getLogger(__name__)
 _LEAST_STEP_SECONDS, _LONG_CONTEXT = 600.0, 40.0
 
 
-class Ranks:
-    """Only rank of an engine, and base class for engines with several ranks.
+class Ranks(ABC):
+    """All ranks of an engine that is being built. This process is one of the ranks.
 
     Attributes:
-        facts: facts about each rank, after :meth:`sync_model_info`; empty with one rank.
+        rank_infos: names and memory of the ranks, after :meth:`sync_model_info`; empty with one rank.
         broadcast: broadcast of rank 0's samples; None with one rank.
     """
 
-    facts: tuple[RankInfo, ...] = ()
+    rank_infos: tuple[RankInfo, ...] = ()
     broadcast: TokenBroadcast | None = None
 
+    @abstractmethod
     def device(self, device: DeviceInfo) -> DeviceInfo:
         """Return ``device`` with limits that hold on every rank. Raises ConfigError if the kinds of devices differ."""
-        return device
 
+    @abstractmethod
     def divide(self, model: nn.Module) -> None:
         """Reduce a model to this rank's shard. Reads and computes nothing. Raises UnsupportedModelError."""
 
+    @abstractmethod
     def load_shard(self, model: nn.Module) -> None:
         """Reduce a model to this rank's shard, and read its weights. Raises UnsupportedModelError."""
 
+    @abstractmethod
     def sync_model_info(self, info: ModelInfo) -> ModelInfo:
         """Return ``info`` with the largest sizes of any rank, and with the layers and parameters of the whole model.
 
         Each rank plans its memory with the result. With several ranks, call it after :meth:`load_shard`. It sets
-        :attr:`facts`.
+        :attr:`rank_infos`.
         """
-        return info
 
-    def largest(self, what: str, number: int) -> int:
+    @abstractmethod
+    def max_over_ranks(self, what: str, number: int) -> int:
         """Return the largest of the ranks' numbers. All ranks pass the same name ``what``."""
-        return number
 
-    def decided(self, what: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    @abstractmethod
+    def from_rank_zero(self, what: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return rank 0's decision, as JSON data. ``decide`` is called on rank 0 only. All ranks pass the same name."""
-        return decide()
 
+    @abstractmethod
     def same_files(self, path: Path) -> None:
         """Raise ModelLoadError if the model's files, a directory or a GGUF file, differ between ranks."""
 
+    @abstractmethod
     def barrier(self, what: str) -> None:
         """Wait until all ranks have reached the place named ``what``. Raises RunnerLostError if a rank does not."""
 
-    def follow(self, runner: ModelRunner) -> None:
+    @abstractmethod
+    def run_as_follower(self, runner: ModelRunner) -> None:
         """Run rank 0's steps until rank 0 ends, then raise SystemExit. On rank 0, return at once."""
 
+    @abstractmethod
     def lead(self, runner: ModelRunner) -> LeaderRunner | None:
         """Return a runner whose steps all ranks run; None with one rank."""
+
+
+class SingleRank(Ranks):
+    """The only rank of an engine."""
+
+    def device(self, device: DeviceInfo) -> DeviceInfo:
+        return device
+
+    def divide(self, model: nn.Module) -> None:
+        pass
+
+    def load_shard(self, model: nn.Module) -> None:
+        pass
+
+    def sync_model_info(self, info: ModelInfo) -> ModelInfo:
+        return info
+
+    def max_over_ranks(self, what: str, number: int) -> int:
+        return number
+
+    def from_rank_zero(self, what: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return decide()
+
+    def same_files(self, path: Path) -> None:
+        pass
+
+    def barrier(self, what: str) -> None:
+        pass
+
+    def run_as_follower(self, runner: ModelRunner) -> None:
+        pass
+
+    def lead(self, runner: ModelRunner) -> LeaderRunner | None:
         return None
 
 
@@ -96,14 +136,14 @@ class SeveralRanks(Ranks):
 
     def device(self, device: DeviceInfo) -> DeviceInfo:
         """Return the device with the smallest memory of any rank. Ranks on one machine divide its memory."""
-        all_facts = self._group.exchange(
+        of_ranks = self._group.exchange(
             "device", {"host": host_name(), "kind": device.kind, "memory": device.memory_bytes}
         )
-        kinds = {one["kind"] for one in all_facts}
+        kinds = {one["kind"] for one in of_ranks}
         if len(kinds) > 1:
             raise ConfigError(self._group.args.ranks_flag, f"has ranks on devices of several kinds: {sorted(kinds)}")
-        of_host = Counter(one["host"] for one in all_facts)
-        return replace(device, memory_bytes=min(one["memory"] // of_host[one["host"]] for one in all_facts))
+        of_host = Counter(one["host"] for one in of_ranks)
+        return replace(device, memory_bytes=min(one["memory"] // of_host[one["host"]] for one in of_ranks))
 
     def divide(self, model: nn.Module) -> None:
         self._sharding.divide(model)
@@ -126,28 +166,28 @@ class SeveralRanks(Ranks):
             "state_bytes_per_request": info.state_bytes_per_request,
             "layer_width": info.layer_width,
         }
-        all_facts = self._group.exchange("model", mine)
+        of_ranks = self._group.exchange("model", mine)
         names = ("host", "weight_bytes", "peak_bytes", "num_layers")
-        self.facts = tuple(RankInfo(**{name: one[name] for name in names}) for one in all_facts)
+        self.rank_infos = tuple(RankInfo(**{name: one[name] for name in names}) for one in of_ranks)
         if self._group.rank == 0:
-            for rank, fact in enumerate(self.facts):
-                sizes = format_size(fact.weight_bytes), format_size(fact.peak_bytes)
-                logger.info("rank %d (%s) has its weights: %s, %s at most to read them", rank, fact.host, *sizes)
-        most = {name: max(one[name] for one in all_facts) for name in mine if name not in names}
+            for rank, one in enumerate(self.rank_infos):
+                sizes = format_size(one.weight_bytes), format_size(one.peak_bytes)
+                logger.info("rank %d (%s) has its weights: %s, %s at most to read them", rank, one.host, *sizes)
+        most = {name: max(one[name] for one in of_ranks) for name in mine if name not in names}
         unquantized = most.pop("unquantized")
         return replace(
             info,
             num_layers=self._unsharded.num_layers,
             num_params=self._unsharded.num_params,
-            weight_bytes=max(fact.weight_bytes for fact in self.facts),
+            weight_bytes=max(one.weight_bytes for one in self.rank_infos),
             unquantized_kv_bytes_per_token=unquantized if info.unquantized_kv_bytes_per_token is not None else None,
             **most,
         )
 
-    def largest(self, what: str, number: int) -> int:
-        return self._group.largest(what, number)
+    def max_over_ranks(self, what: str, number: int) -> int:
+        return self._group.max_over_ranks(what, number)
 
-    def decided(self, what: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def from_rank_zero(self, what: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return self._group.exchange(what, {} if self._group.rank else decide())[0]
 
     def same_files(self, path: Path) -> None:
@@ -161,9 +201,9 @@ class SeveralRanks(Ranks):
     def barrier(self, what: str) -> None:
         self._group.barrier(what)
 
-    def follow(self, runner: ModelRunner) -> None:
+    def run_as_follower(self, runner: ModelRunner) -> None:
         if self._group.rank:
-            self._group.follow(runner)
+            self._group.run_as_follower(runner)
             raise SystemExit(0)
 
     def lead(self, runner: ModelRunner) -> LeaderRunner | None:
@@ -183,7 +223,7 @@ def starting_ranks(args: EngineArgs) -> Iterator[Ranks]:
     """
     if args.num_ranks == 1:
         refuse_ranks_without_size()
-        yield Ranks()
+        yield SingleRank()
         return
     group = open_group(args)
     try:

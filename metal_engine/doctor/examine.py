@@ -176,8 +176,8 @@ def _real_model(model: str) -> Iterator[Finding]:
 
 def _try_model(model: str) -> list[Finding]:
     from metal_engine.bench.offline import run_requests
-    from metal_engine.build import build_engine
     from metal_engine.doctor.features import features
+    from metal_engine.loading.build import build_engine
     from metal_engine.settings.args import EngineArgs
 
     engine = build_engine(EngineArgs(model=model, num_gpu_blocks_override=64))

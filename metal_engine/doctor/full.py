@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from metal_engine.checkpoints.names import DEMO_MODEL, is_local
+from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local
 from metal_engine.doctor.figures import SectionResult
 from metal_engine.doctor.plan import SECTIONS, Plan, Section
 from metal_engine.doctor.report import summary, write_report

@@ -17,8 +17,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.bench.offline import run_requests
-from metal_engine.build import build_engine
 from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.loading.build import build_engine
 from metal_engine.settings.args import EngineArgs
 
 _VOCAB_SIZE = 256

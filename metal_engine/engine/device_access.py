@@ -21,11 +21,11 @@ class DeviceAccess:
     def __init__(self, memory_bytes: int | None = None) -> None:
         self.memory_bytes = memory_bytes
 
-    def limited(self, device: DeviceInfo) -> DeviceInfo:
+    def with_model_memory(self, device: DeviceInfo) -> DeviceInfo:
         """Return ``device`` with the memory for all models as its memory; ``device`` itself for the only model."""
         return device if self.memory_bytes is None else replace(device, memory_bytes=self.memory_bytes)
 
-    def unlimited(self, device: DeviceInfo) -> DeviceInfo:
+    def without_memory_limit(self, device: DeviceInfo) -> DeviceInfo:
         """Return ``device`` for the checks of a model. With several models, the memory of the result is unlimited.
 
         Other models can be unloaded, so :meth:`check_fits` and :meth:`claim` check the memory instead.
@@ -52,4 +52,5 @@ class DeviceAccess:
         """
 
 
-WHOLE_DEVICE = DeviceAccess()
+# Access of the only model on the device: claims are not counted.
+FULL_ACCESS = DeviceAccess()

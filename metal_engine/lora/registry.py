@@ -15,7 +15,7 @@ import numpy as np
 from metal_engine.errors import AdapterError
 from metal_engine.lora.files import AdapterFile, open_adapter
 from metal_engine.lora_adapter import Adapter, AdapterTargets
-from metal_engine.settings.model_names import problem_of_name
+from metal_engine.settings.served_names import problem_of_name
 
 Weights = tuple[np.ndarray, np.ndarray]  # A [inputs, rank] and B [rank, outputs], float32
 RunInEngine = Callable[[Callable[[], None]], None]

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from metal_engine.errors import InsufficientMemoryError, LoadCancelledError, one_line
 from metal_engine.model_pool.load_queue import LoadQueue
-from metal_engine.model_pool.loading import RegistryDeviceAccess, load_in_thread, to_model_load_error
+from metal_engine.model_pool.load_thread import RegistryDeviceAccess, load_in_thread, to_model_load_error
 from metal_engine.model_pool.memory_budget import MemoryBudget
 from metal_engine.model_pool.model_entry import FailedLoad, Load, LoadedEngine, ModelEntry, ModelSource, ModelState
 from metal_engine.settings.fields import format_size

@@ -46,7 +46,7 @@ LOGITS_TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 2e-1}
 _ATTEMPTS = {mx.float32: 1, mx.float16: 3, mx.bfloat16: 3}
 
 # Returns the maximum of a number over all ranks that share a model. The string names the number.
-Agree = Callable[[str, int], int]
+MaxOverRanks = Callable[[str, int], int]
 
 
 def check_paged_model(
@@ -55,7 +55,7 @@ def check_paged_model(
     vocab_size: int,
     block_size: int = _BLOCK_SIZE,
     *,
-    agree: Agree = lambda what, number: number,
+    max_over_ranks: MaxOverRanks = lambda what, number: number,
 ) -> float:
     """Run two requests, each in two chunks and a decode, packed together. Compare with mlx-lm's own forward pass.
 
@@ -75,8 +75,8 @@ def check_paged_model(
         backend: attention backend to check.
         vocab_size: number of token ids.
         block_size: block size of the server.
-        agree: returns the maximum of a number over all ranks, if ``paged`` is one rank's shard. All ranks then run the
-            same number of tokens and attempts.
+        max_over_ranks: returns the maximum of a number over all ranks, if ``paged`` is one rank's shard. All ranks then
+            run the same number of tokens and attempts.
 
     Returns:
         Largest difference of a logit, relative to the largest logit.
@@ -89,11 +89,11 @@ def check_paged_model(
     block_size = min(block_size, _MAX_BLOCK_SIZE)
     with small_chunks(paged), small_selection(paged):
         if paged.kv_bits is None:
-            return _check_logits(paged, backend, vocab_size, block_size, agree)
+            return _check_logits(paged, backend, vocab_size, block_size, max_over_ranks)
         with paged.using_pool(paged.pool.unquantized()):
-            gap = _check_logits(paged, PortableBackend(), vocab_size, block_size, agree)
+            gap = _check_logits(paged, PortableBackend(), vocab_size, block_size, max_over_ranks)
         with paged.using_pool(with_recording_states(paged.pool)):
-            _run(paged, ComparingBackend(backend), _Requests.of(paged, vocab_size, block_size, 0, agree))
+            _run(paged, ComparingBackend(backend), _Requests.of(paged, vocab_size, block_size, 0, max_over_ranks))
         return gap
 
 
@@ -116,10 +116,12 @@ class _Requests:
     orders: tuple[list[int], ...]
 
     @classmethod
-    def of(cls, paged: PagedModel, vocab_size: int, block_size: int, seed: int, agree: Agree) -> _Requests:
+    def of(
+        cls, paged: PagedModel, vocab_size: int, block_size: int, seed: int, max_over_ranks: MaxOverRanks
+    ) -> _Requests:
         rng = np.random.default_rng(seed)
         num_tokens = max(_NUM_TOKENS, block_size + _BLOCK_SIZE)
-        lengths = (agree("tokens of the check", _first_length(paged, num_tokens)), num_tokens)
+        lengths = (max_over_ranks("tokens of the check", _first_length(paged, num_tokens)), num_tokens)
         tokens = [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
         max_blocks = -(-lengths[0] // block_size)
         block_table = np.arange(2 * max_blocks, dtype=np.int32).reshape(max_blocks, 2).T[:, ::-1]
@@ -130,20 +132,20 @@ class _Requests:
 
 
 def _check_logits(
-    paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int, agree: Agree
+    paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int, max_over_ranks: MaxOverRanks
 ) -> float:
     selection = SelectionCheck(paged)
     # mlx-lm's own caches may hold values of 4 or 8 bits, whose rounding depends on the chunks. float32's tolerance is
     # too small for such values.
     dtype = mx.float16 if paged.own_caches_reason and paged.dtype == mx.float32 else paged.dtype
     for seed in range(_ATTEMPTS[dtype]):
-        requests = _Requests.of(paged, vocab_size, block_size, seed, agree)
+        requests = _Requests.of(paged, vocab_size, block_size, seed, max_over_ranks)
         with selection.recording():
             logits = _run(paged, backend, requests)
         gap = _largest_gap(paged, logits, requests, selection)
         is_off = not gap <= LOGITS_TOLERANCE[dtype] or not selection.is_same
         # All ranks try again, or no rank: a rank that continued alone would wait for the others forever.
-        if not agree("logits that are off", int(is_off)):
+        if not max_over_ranks("logits that are off", int(is_off)):
             return gap
     if not selection.is_same:
         raise UnsupportedModelError("its index selects other keys through the paged cache than in mlx-lm's own pass")

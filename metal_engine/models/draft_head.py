@@ -27,8 +27,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from metal_engine.attention.backend import AttentionBackend, StepAttention
 from metal_engine.checkpoints.dequantized import dequantize as dequantize_layers
-from metal_engine.checkpoints.draft_head_quantization import check_finite, check_types, mlx_quantization
-from metal_engine.checkpoints.draft_heads import HeadWeights, embedding_table, has_attention, last_attention_layer
+from metal_engine.checkpoints.draft_heads.quantization import check_finite, check_types, mlx_quantization
+from metal_engine.checkpoints.draft_heads.weights import (
+    HeadWeights,
+    embedding_table,
+    has_attention,
+    last_attention_layer,
+)
 from metal_engine.checkpoints.loader import read_weights
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line

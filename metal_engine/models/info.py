@@ -48,7 +48,7 @@ def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
 
 
 def expected_model_info(
-    name: str, facts: CheckpointRequirements, kv_cache_dtype: str = "auto", divide: Divide | None = None
+    name: str, requirements: CheckpointRequirements, kv_cache_dtype: str = "auto", divide: Divide | None = None
 ) -> ModelInfo | None:
     """Return the facts about a model before its weights are loaded, such as the size of its KV per token.
 
@@ -56,7 +56,7 @@ def expected_model_info(
 
     Args:
         name: name of the model.
-        facts: facts about the checkpoint.
+        requirements: requirements of the checkpoint.
         kv_cache_dtype: type of stored keys and values, as in ``--kv-cache-dtype``.
         divide: reduces a model to this rank's shard; None if there is only one rank.
 
@@ -68,20 +68,20 @@ def expected_model_info(
             ``divide`` raises it.
         ConfigError: the keys and values cannot be stored in ``kv_cache_dtype``.
     """
-    config = facts.config
+    config = requirements.config
     if config.get("model_file") is not None:  # the checkpoint's code is not present yet, or must not run
         return None
     try:
         model_class, args_class = model_classes(config)
         model = model_class(args_class.from_dict(config))
-        model.set_dtype(getattr(mx, facts.dtype))
+        model.set_dtype(getattr(mx, requirements.dtype))
     except Exception as error:  # loading the model will report the problem in better words
         logger.debug("no sketch of %s", name, exc_info=error)
         return None
     num_whole = get_total_parameters(model)
     if divide is not None:
         divide(model)
-    weight_bytes = facts.weight_bytes * get_total_parameters(model) // num_whole
+    weight_bytes = requirements.weight_bytes * get_total_parameters(model) // num_whole
     try:
         paged = open_paged_model(model, kv_cache_dtype=kv_cache_dtype, is_sketch=True)
     except UnsupportedModelError as error:
@@ -90,7 +90,9 @@ def expected_model_info(
         # Loading the model will report the problem: the files may not match each other.
         logger.debug("no sketch of %s", name, exc_info=error)
         return None
-    return _info(name, config, paged, dtype=facts.dtype, num_params=facts.num_params, weight_bytes=weight_bytes)
+    return _info(
+        name, config, paged, dtype=requirements.dtype, num_params=requirements.num_params, weight_bytes=weight_bytes
+    )
 
 
 def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> ModelInfo:

@@ -34,7 +34,7 @@ def measure_step_bytes(
     num_seqs: int,
     *,
     head: PagedDraftHead | None = None,
-    agree: Callable[[str, int], int] = lambda what, number: number,
+    max_over_ranks: Callable[[str, int], int] = lambda what, number: number,
 ) -> int:
     """Run a step of ``num_tokens`` tokens, of ``num_seqs`` requests that all sample, and measure MLX's peak memory.
 
@@ -46,8 +46,8 @@ def measure_step_bytes(
     Args:
         max_positions: maximum length of a request; None: no limit.
         head: draft head that follows the step; None without a draft head.
-        agree: function that returns a number common to all ranks, given its name and this rank's number. All ranks then
-            run the same steps equally often.
+        max_over_ranks: returns the maximum of a number over all ranks, given its name and this rank's number. All ranks
+            then run the same steps equally often.
 
     Returns:
         Peak memory in bytes, minus the memory in use before the step, which includes the weights and the step's KV.
@@ -82,7 +82,9 @@ def measure_step_bytes(
         synchronize()
         held, taken = mx.get_active_memory(), 0
         for _ in range(_NUM_SMALL_RUNS):
-            taken = agree("bytes of a step", max(taken, _run_step(model, backend, rows, sampling, head) - held))
+            taken = max_over_ranks(
+                "bytes of a step", max(taken, _run_step(model, backend, rows, sampling, head) - held)
+            )
             if taken >= _SMALL_BYTES:
                 break
         return taken

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from metal_engine import __version__
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.checkpoints.named_paths import existing_folder
+from metal_engine.checkpoints.path_settings import existing_folder
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ConfigError
 from metal_engine.server.anthropic.routes import add_anthropic_routes
@@ -38,8 +38,8 @@ from metal_engine.server.status.registry_routes import Discover
 from metal_engine.server.status.routes import add_docs, add_model_routes, add_status_routes
 from metal_engine.server.tokenization import add_tokenization_routes
 from metal_engine.server.workers import Workers
-from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
+from metal_engine.settings.server_args import ServerArgs
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from metal_engine.errors import ConfigError
 from metal_engine.server.connections.limits import ConnectionLimits, connection_limits
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 
 
 @dataclass(frozen=True)

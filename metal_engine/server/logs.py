@@ -13,11 +13,11 @@ from typing import Any
 current_request: ContextVar[dict[str, Any] | None] = ContextVar("current_request", default=None)
 
 
-def note(**facts: Any) -> None:
+def note(**fields: Any) -> None:
     """Add fields to the log line that is written at the end of the current request."""
     request = current_request.get()
     if request is not None:
-        request.update(facts)
+        request.update(fields)
 
 
 class RequestIdFilter(logging.Filter):
@@ -31,7 +31,7 @@ class RequestIdFilter(logging.Filter):
 
 
 class JSONFormatter(logging.Formatter):
-    """Formats a record as one JSON object on one line. The record's ``facts`` become members of the object."""
+    """Formats a record as one JSON object on one line. The record's ``fields`` become members of the object."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -44,7 +44,7 @@ class JSONFormatter(logging.Formatter):
         request_id = getattr(record, "request_id", "-")
         if request_id != "-":
             line["request_id"] = request_id
-        line |= getattr(record, "facts", {})
+        line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

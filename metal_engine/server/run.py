@@ -36,7 +36,7 @@ from metal_engine.server.status.registry_routes import Discover
 from metal_engine.server.status.stats_log import log_stats
 from metal_engine.server.upkeep import keep_up
 from metal_engine.server.workers import Workers
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

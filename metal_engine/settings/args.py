@@ -1,4 +1,4 @@
-"""Settings from the command line, the environment or a file, with one field for each setting.
+"""Settings of the engine from the command line, the environment or a file, with one field for each setting.
 
 :mod:`metal_engine.settings.resolve` replaces "auto", and None where it means "auto", by a value.
 """
@@ -7,33 +7,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from math import inf
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings import attention_args, memory_args, rank_args, step_args
-from metal_engine.settings.fields import FILE, HELP_ALL, SettingsBase, setting
-from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
-from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
-from metal_engine.settings.model_names import check_name
+from metal_engine.settings import rank_args
+from metal_engine.settings.fields import FILE, HELP_ALL, setting
+from metal_engine.settings.lora_args import ENABLE_LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("text", "json")
-TOOL_GRAMMARS = ("auto", "required", "never")
 
 # Maximum of --max-num-seqs. The runner keeps an entry for each sequence. Devices compute far fewer at once.
 MAX_NUM_SEQS = 65_536
 
 GIB = 1 << 30
 
-# Value of --served-model-name that accepts requests for any other name.
-ANY_NAME = "*"
 # Headings of groups of settings in `--help` and in docs/cli.md.
-MODEL, MEMORY = attention_args.MODEL, memory_args.MEMORY
-SCHEDULING, KV_TRANSFER = step_args.SCHEDULING, "KV transfer"
-SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "Answers", "Logging"
+MODEL, MEMORY, SCHEDULING, KV_TRANSFER = "Model", "Memory", "Scheduling", "KV transfer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +104,28 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     gpu_memory_utilization: float = setting(
         0.9, "Fraction of the device's memory for weights, KV cache and activations (Metal).", group=MEMORY, gt=0, le=1
     )
-    wire_memory: bool = memory_args.WIRE_MEMORY
-    attention_backend: str = attention_args.ATTENTION_BACKEND
-    attention_tuning: str = attention_args.ATTENTION_TUNING
+    wire_memory: bool = setting(
+        True,
+        "Wire the memory of weights, KV cache and largest step (Metal), so that macOS cannot swap it out (see "
+        "docs/mac.md for kernel panics).",
+        group=MEMORY,
+        listing=HELP_ALL,
+    )
+    attention_backend: str = setting(
+        "auto",
+        "Attention backend: metal (our kernel, or an error), mlx (MLX's operations), or auto (our kernel where it "
+        "supports the layer).",
+        group=MODEL,
+        listing=HELP_ALL,
+        choices=("auto", "metal", "mlx"),
+    )
+    attention_tuning: str = setting(
+        "auto",
+        "Tuning of the attention kernel at the first start on a GPU: auto (at most 10 s) or never.",
+        group=MODEL,
+        listing=HELP_ALL,
+        choices=("auto", "never"),
+    )
     kv_cache_dtype: str = setting(
         "auto",
         "Data type of the KV cache: auto (the type of K and V), int8 or int4 (see docs/tuning.md).",
@@ -173,7 +182,15 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         listing=FILE,
         ge=1,
     )
-    max_num_encoder_tokens: int | None = step_args.MAX_NUM_ENCODER_TOKENS
+    max_num_encoder_tokens: int | None = setting(
+        None,
+        "Maximum image tokens that a step encodes, and maximum tokens of an image. Default: the tokens of a step, at "
+        "least 2,048. Memory is reserved for the features of four times this number.",
+        group=SCHEDULING,
+        listing=HELP_ALL,
+        kind="count",
+        ge=1,
+    )
     mm_processor_kwargs: str | None = setting(
         None,
         'Settings of the image processor, as JSON: {"max_pixels": 4000000}. Default: those of the checkpoint, with at '
@@ -182,8 +199,19 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         listing=HELP_ALL,
         kind="json",
     )
-    async_scheduling: bool | None = step_args.ASYNC_SCHEDULING
-    replay_decodes: str = step_args.REPLAY_DECODES
+    async_scheduling: bool | None = setting(
+        None,
+        "Plan the next step while the device computes. Default: on with Metal on one machine without a draft model.",
+        group=SCHEDULING,
+        listing=HELP_ALL,
+    )
+    replay_decodes: str = setting(
+        "auto",
+        "Replay traced graphs in decode steps, which saves CPU time: always, never, or auto (on Metal).",
+        group=SCHEDULING,
+        listing=FILE,
+        choices=("auto", "always", "never"),
+    )
     speculative_config: str | None = setting(
         None,
         "Speculative decoding, as JSON (see docs/tuning.md). Outputs do not change.",
@@ -210,183 +238,3 @@ def _is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerArgs(SettingsBase):
-    """Settings of ``metal-engine serve`` in addition to the engine's."""
-
-    host: str = setting("127.0.0.1", "Address to listen on, or 0.0.0.0 for all.", group=SERVER)
-    port: int = setting(8000, "Port to listen on; 0 selects a free port.", group=SERVER, ge=0, le=65535)
-    uds: str | None = setting(None, "Unix domain socket instead of --host and --port.", group=SERVER, listing=HELP_ALL)
-    engine_process: bool = setting(
-        True,
-        "Run the engine in a process of its own, unless a launcher starts the ranks. Several models need it.",
-        group=SERVER,
-        listing=HELP_ALL,
-    )
-    served_model_name: tuple[str, ...] = setting(
-        (),
-        "Name in the API instead of MODEL; * accepts any name. Repeatable. Responses contain the first.",
-        group=SERVER,
-    )
-    api_key: tuple[str, ...] = setting(
-        (),
-        "Key that clients must send. Repeatable. METAL_ENGINE_API_KEY is safer: other users can see the command line.",
-        group=SECURITY,
-        secret=True,
-    )
-    allowed_origins: tuple[str, ...] = setting(
-        (),
-        "Origins whose web pages may call the server (CORS), as in https://chat.example; * allows all. Repeatable.",
-        group=SECURITY,
-    )
-    allowed_hosts: tuple[str, ...] = setting(
-        (), "Host names for clients of a server without a key; * allows any. Repeatable.", group=SECURITY
-    )
-    allowed_media_domains: tuple[str, ...] = setting(
-        (), "Hosts from which images of requests may be downloaded. Repeatable.", group=SECURITY, listing=HELP_ALL
-    )
-    max_connections: int = setting(
-        0,
-        "Maximum connections. 0 means 4,096, or fewer if the limit of open files is low.",
-        group=LIMITS,
-        listing=FILE,
-        ge=0,
-    )
-    timeout_read: float = setting(
-        15.0,
-        "Seconds for a client to send the headers, or the next part of a body.",
-        group=LIMITS,
-        listing=FILE,
-        gt=0,
-        lt=inf,
-    )
-    timeout_write: float = setting(
-        60.0,
-        "Seconds after which a response that the client does not read is dropped.",
-        group=LIMITS,
-        listing=FILE,
-        gt=0,
-        lt=inf,
-    )
-    timeout_keep_alive: float = setting(
-        5.0, "Seconds after which an idle connection is closed.", group=LIMITS, listing=FILE, gt=0, lt=inf
-    )
-    max_num_queued_reqs: int = setting(
-        2048,
-        "Maximum waiting requests; others get 503 with Retry-After. A request with many prompts counts as at most "
-        "twice --max-num-seqs. 0: no limit.",
-        group=LIMITS,
-        listing=HELP_ALL,
-        ge=0,
-    )
-    max_num_queued_tokens: int = setting(
-        0,
-        "Maximum prompt tokens of requests without output; others get 503 with Retry-After. 0: no limit.",
-        group=LIMITS,
-        listing=FILE,
-        ge=0,
-    )
-    request_timeout: float = setting(
-        0.0, "Seconds after which a request ends with 504. 0: no limit.", group=LIMITS, listing=HELP_ALL, ge=0, lt=inf
-    )
-    ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).", group=SECURITY, listing=HELP_ALL)
-    ssl_keyfile_password: str | None = setting(
-        None, "Password of the private key.", group=SECURITY, listing=FILE, secret=True
-    )
-    ssl_certfile: str | None = setting(None, "Certificate (PEM) for TLS.", group=SECURITY, listing=HELP_ALL)
-    ssl_ca_certs: str | None = setting(
-        None, "Certificate authorities (PEM) of mandatory client certificates.", group=SECURITY, listing=FILE
-    )
-    max_body_size: int = setting(
-        16 << 20, "Maximum size of a request body.", group=LIMITS, listing=HELP_ALL, kind="size", ge=1
-    )
-    shutdown_timeout: float = setting(
-        30.0,
-        "Seconds for running requests to finish after SIGTERM or SIGINT.",
-        group=SERVER,
-        listing=HELP_ALL,
-        ge=0,
-        lt=inf,
-    )
-    lora_dir: str | None = setting(
-        None,
-        "Folder with LoRA adapters that clients may load and unload (/v1/load_lora_adapter). Requires --enable-lora.",
-        group=LORA,
-        listing=HELP_ALL,
-    )
-    strict_params: bool = setting(
-        False, "Reject unknown parameters instead of ignoring them.", group=ANSWERS, listing=HELP_ALL
-    )
-    enable_auto_tool_choice: bool = setting(
-        True, "Let the model decide whether to call a tool (tool_choice auto).", group=ANSWERS, listing=HELP_ALL
-    )
-    tool_call_parser: str = setting(
-        "auto",
-        "Format of the model's tool calls: auto (by its tokenizer), none, or a name.",
-        group=ANSWERS,
-        choices=TOOL_PARSER_CHOICES,
-    )
-    tool_grammar: str = setting(
-        "auto",
-        "Tool calls that a grammar constrains to names and schemas: auto (forced calls and the model's own), "
-        "required (forced calls), or never (the prompt asks for forced calls).",
-        group=ANSWERS,
-        listing=HELP_ALL,
-        choices=TOOL_GRAMMARS,
-    )
-    reasoning_parser: str = setting(
-        "auto",
-        "Format of the model's reasoning: auto (by its tokenizer), none, or a name.",
-        group=ANSWERS,
-        choices=REASONING_PARSER_CHOICES,
-    )
-    sse_keep_alive: float = setting(
-        15.0,
-        "Seconds between comments in a silent stream, which keep proxies connected. 0: never.",
-        group=ANSWERS,
-        listing=FILE,
-        ge=0,
-        lt=inf,
-    )
-    max_stored_responses: int = setting(
-        1000,
-        "Maximum responses of /v1/responses in memory, for previous_response_id. 0: none.",
-        group=ANSWERS,
-        listing=FILE,
-        ge=0,
-    )
-    log_level: str = setting(
-        "info", "Minimum severity in the log: debug, info, warning or error.", group=LOGGING, choices=LOG_LEVELS
-    )
-    log_format: str = setting(
-        "text",
-        "Format of log lines: text, or json (an object per line).",
-        group=LOGGING,
-        listing=HELP_ALL,
-        choices=LOG_FORMATS,
-    )
-    log_stats_interval: float = setting(
-        10.0,
-        "Seconds between log lines about throughput, requests and KV cache. 0: never.",
-        group=LOGGING,
-        listing=FILE,
-        ge=0,
-        lt=inf,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ConfigError("--ssl-certfile", "and --ssl-keyfile must be set together")
-        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_keyfile_password) is not None:
-            raise ConfigError("ssl-ca-certs", "and ssl-keyfile-password need --ssl-certfile")
-        if isinstance(self.api_key, str):
-            object.__setattr__(self, "api_key", (self.api_key,))
-        if not all(key.strip() and key.isascii() for key in self.api_key):
-            raise ConfigError("--api-key", "must be ASCII and not empty")
-        if not all(name.strip() for name in self.allowed_hosts):
-            raise ConfigError("--allowed-hosts", "must not be empty")
-        for name in self.served_model_name:
-            check_name("--served-model-name", name)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.args import LOG_LEVELS, ServerArgs
 from metal_engine.settings.fields import SettingsBase, setting
+from metal_engine.settings.server_args import LOG_LEVELS, ServerArgs
 
 # `ps` and `launch` have the same four options.
 HOST_HELP = "Address on which the server listens."

@@ -9,7 +9,7 @@ from typing import Any
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.fields import HELP_ALL, Setting, SettingsBase, read_object, setting
-from metal_engine.settings.model_names import check_name
+from metal_engine.settings.served_names import check_name
 
 LORA = "LoRA adapters"
 MODULES = "--lora-modules"

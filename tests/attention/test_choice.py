@@ -19,11 +19,11 @@ from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.build import build_engine
 from metal_engine.doctor.examine import OK, examine
 from metal_engine.errors import ConfigError, UnsupportedModelError
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, QuantizedKVSpec, kv_cache_spec
+from metal_engine.loading.build import build_engine
 from metal_engine.models.attention_kinds import attention_kinds
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.layer_cache import LayerCache

@@ -288,10 +288,10 @@ def test_another_machine_measures_for_itself(fact: str, on: Any, tmp_path: Path)
     assert choose(again, tmp_path)[0].cut == Cut(most_held=1) and not again.launched
 
 
-def changed(**facts: Any) -> Callable[[dict[str, Any]], bytes]:
+def changed(**fields: Any) -> Callable[[dict[str, Any]], bytes]:
     def change(content: dict[str, Any]) -> bytes:
         (choice,) = content["choices"].values()
-        choice["cut"].update(facts)
+        choice["cut"].update(fields)
         return json.dumps(content).encode()
 
     return change
@@ -437,11 +437,11 @@ def test_all_ranks_have_what_rank_0_decides(untried: None, on: Any, tmp_path: Pa
         return told
 
     leader = backend_choice(on(cost), tmp_path / "0")
-    first = leader.tuned(leader.for_layers([KIND], BLOCK_SIZE), BLOCK_SIZE, decide=lead)
+    first = leader.tuned(leader.for_layers([KIND], BLOCK_SIZE), BLOCK_SIZE, from_rank_zero=lead)
     gpu = on(lambda *_: pytest.fail("it is measured"))
     follower = backend_choice(gpu, tmp_path / "1")
     chosen = follower.for_layers([KIND, OTHER], BLOCK_SIZE)
-    second = follower.tuned(chosen, BLOCK_SIZE, decide=lambda what, own: told)
+    second = follower.tuned(chosen, BLOCK_SIZE, from_rank_zero=lambda what, own: told)
     assert first.backend.cuts == second.backend.cuts == {KIND: Cut(most_held=1)}  # type: ignore[attr-defined]
     assert first.layers.tuned == second.layers.tuned
 
@@ -461,7 +461,7 @@ def test_a_kept_choice_that_fails_is_not_used(
     if fails_here:
         monkeypatch.setattr("metal_engine.attention.choice.try_kernel", fail)
     told = []
-    tuned = choice.tuned(plain, BLOCK_SIZE, agree=lambda what, number: told.append(number) or 1 - (not told))
+    tuned = choice.tuned(plain, BLOCK_SIZE, max_over_ranks=lambda what, number: told.append(number) or 1 - (not told))
     assert told == [int(fails_here)]
     assert tuned.layers == AttentionLayers(metal=1, tuning="the default") and tuned.backend is choice.metal
     assert str(tmp_path) in caplog.text and ("of Metal's compiler" in caplog.text) == fails_here

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import typer
 
-from metal_engine.build import build_engine
 from metal_engine.checkpoints import checkpoint, files
 from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.checkpoints.files import read_json
 from metal_engine.checkpoints.loader import load
 from metal_engine.cli.options import one_line_errors
 from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.loading.build import build_engine
 from metal_engine.settings.args import EngineArgs
 from tests.checkpoints.damage import CPU, Damage, configure, refused, write
 from tests.support.checkpoint_files import EOS, VOCAB_SIZE, write_checkpoint, write_tokenizer

@@ -20,7 +20,7 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.image_encoders import image_refusal
 from metal_engine.checkpoints.loader import load
-from metal_engine.checkpoints.requirements import safetensors_facts
+from metal_engine.checkpoints.requirements import safetensors_requirements
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.args import EngineArgs
@@ -127,7 +127,7 @@ def check(folder: Path, original: Any, tolerance: float) -> None:
     num_bytes = sum(array.nbytes for _, array in tree_flatten(original.parameters()))
     tensors = list(checkpoint.stored_tensors(checkpoint.weight_files(folder)))
     config = checkpoint.read_config(folder)
-    facts = safetensors_facts(config, tensors, EngineArgs(model=str(folder)), METAL)
+    facts = safetensors_requirements(config, tensors, EngineArgs(model=str(folder)), METAL)
     if image_refusal(config, EngineArgs(model=str(folder))) is None:
         num_bytes += sum(tensor.nbytes for tensor in checkpoint.vision_tensors(tensors))
     # On Metal, the weights keep their type, so reading them takes no further memory.

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from metal_engine.build import build_engine
 from metal_engine.checkpoints.gguf.header import GgufHeader
 from metal_engine.checkpoints.pooling_config import check_causal, find_reranker, gguf_pooler, read_pooler
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.errors import ModelLoadError, ParameterError, PromptError, UnsupportedModelError
+from metal_engine.loading.build import build_engine
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs

@@ -1,4 +1,4 @@
-"""Tests the start-up block: all facts, and plain lines if the output is not a terminal."""
+"""Tests the start-up block: all rows, and plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from metal_engine.cli.banner import print_banner, startup_facts
-from metal_engine.image_encoder_loading import with_largest_image
+from metal_engine.cli.banner import print_banner, startup_rows
+from metal_engine.loading.image_encoder import with_largest_image
 from metal_engine.settings.config import RankInfo, VisionConfig
 from tests.support.image_serving import VISION, seeing_config
 from tools.fixtures.fake_engine import fake_config
@@ -18,7 +18,7 @@ from tools.fixtures.fake_engine import fake_config
 URL = "http://127.0.0.1:8000"
 
 
-def facts() -> dict[str, str]:
+def rows() -> dict[str, str]:
     config = fake_config(num_blocks=1000, block_size=16, max_model_len=4000, max_num_batched_tokens=512)
     model = dataclasses.replace(
         config.model,
@@ -29,11 +29,11 @@ def facts() -> dict[str, str]:
         weight_bytes=3 << 30,
         kv_bytes_per_token=1 << 16,
     )
-    return startup_facts(dataclasses.replace(config, model=model, step_bytes=24 << 20), URL, ("demo", "alias"))
+    return startup_rows(dataclasses.replace(config, model=model, step_bytes=24 << 20), URL, ("demo", "alias"))
 
 
-def test_facts() -> None:
-    assert facts() == {
+def test_rows() -> None:
+    assert rows() == {
         "model": "demo, served as demo, alias",
         "architecture": "llama, 30 layers, 135 M parameters",
         "dtype": "float32",
@@ -53,7 +53,7 @@ def test_how_many_tokens_more_fit_quantized() -> None:
     model = dataclasses.replace(
         config.model, kv_dtype="int8", kv_bytes_per_token=68 << 10, unquantized_kv_bytes_per_token=128 << 10
     )
-    shown = startup_facts(dataclasses.replace(config, model=model), URL, ("demo",))["KV cache"]
+    shown = startup_rows(dataclasses.replace(config, model=model), URL, ("demo",))["KV cache"]
     # 16,000 tokens of 68 KiB are 8,500 of 128 KiB, of which 531 whole blocks hold 8,496.
     assert shown.startswith("16,000 tokens in int8 (7,504 more than unquantized) in 1,000 blocks of 16; 4.0 requests")
 
@@ -62,7 +62,7 @@ def test_the_sampling_of_requests_that_set_none() -> None:
     def shown(**changes: Any) -> str | None:
         config = fake_config(num_blocks=1000, block_size=16)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
-        return startup_facts(config, URL, ("demo",)).get("sampling")
+        return startup_rows(config, URL, ("demo",)).get("sampling")
 
     recommended = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.0}
     assert (
@@ -73,32 +73,32 @@ def test_the_sampling_of_requests_that_set_none() -> None:
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     out = io.StringIO()
-    print_banner(facts(), Console(file=out, force_terminal=False, width=40))
+    print_banner(rows(), Console(file=out, force_terminal=False, width=40))
     lines = out.getvalue().splitlines()
-    assert len(lines) == len(facts())
+    assert len(lines) == len(rows())
     assert lines[-1].split(": ", 1) == ["URL", f"         {URL}"]
 
 
 def test_a_panel_on_a_terminal() -> None:
     out = io.StringIO()
-    print_banner(facts(), Console(file=out, force_terminal=True, width=120, color_system=None))
+    print_banner(rows(), Console(file=out, force_terminal=True, width=120, color_system=None))
     assert URL in out.getvalue() and "metal-engine" in out.getvalue().splitlines()[0]
 
 
 def test_a_full_disk() -> None:
-    """The server starts although the facts cannot be written."""
+    """The server starts although the rows cannot be written."""
 
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     for is_terminal in (False, True):
-        print_banner(facts(), Console(file=Full(), force_terminal=is_terminal))
+        print_banner(rows(), Console(file=Full(), force_terminal=is_terminal))
 
 
 def test_ranks_are_told_with_what_each_has() -> None:
     ranks = (RankInfo(host="a", weight_bytes=1 << 30, peak_bytes=2 << 30, num_layers=30),) * 2
-    shown = startup_facts(dataclasses.replace(fake_config(), ranks=ranks), URL, ("fake",))["ranks"]
+    shown = startup_rows(dataclasses.replace(fake_config(), ranks=ranks), URL, ("fake",))["ranks"]
     assert shown == (
         "2; 0 on a: 30 layers, weights 1.00 GiB (at most 2.00 GiB to read them); "
         "1 on a: 30 layers, weights 1.00 GiB (at most 2.00 GiB to read them)"
@@ -111,7 +111,7 @@ def test_the_limit_of_images_is_shown() -> None:
         scheduler = dataclasses.replace(config.scheduler, max_num_encoder_tokens=most, max_num_batched_tokens=budget)
         config = dataclasses.replace(config, scheduler=scheduler)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vision=vision))
-        return startup_facts(with_largest_image(config), "http://a", ("fake",))["images"]
+        return startup_rows(with_largest_image(config), "http://a", ("fake",))["images"]
 
     assert "64 tokens an image at most" in shown()
     assert "32 tokens an image at most" in shown(most=32)
@@ -124,4 +124,4 @@ def test_the_limit_of_images_is_shown() -> None:
     )
     assert shown(gemma4, 2048).startswith("280 tokens an image at most; one step computes a whole image; larger")
     assert shown(gemma4, 2048, budget=264).startswith("140 tokens an image at most")  # 201 beside 63 decodes
-    assert "images" not in startup_facts(fake_config(), "http://a", ("fake",))
+    assert "images" not in startup_rows(fake_config(), "http://a", ("fake",))

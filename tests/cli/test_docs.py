@@ -15,10 +15,11 @@ import pytest
 
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.cli.options import help_text
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.fields import Listing, Setting, settings_of
 from metal_engine.settings.multi_model import RegistryArgs
+from metal_engine.settings.server_args import ServerArgs
 from tools.docs.cli import PAGE, with_tables
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from metal_engine.cli.main import app
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tools.clients.groups import CLIENTS, TRIES
 from tools.docs import benchmarks, mac
 

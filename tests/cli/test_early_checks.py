@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from metal_engine.checkpoints.named_paths import check_model_name
-from metal_engine.checkpoints.names import is_ollama_name
+from metal_engine.checkpoints.model_names import is_ollama_name
+from metal_engine.checkpoints.path_settings import check_model_name
 from metal_engine.errors import ModelLoadError
 
 ROOT = Path(__file__).resolve().parents[2]

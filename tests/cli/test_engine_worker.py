@@ -10,7 +10,8 @@ import pytest
 
 from metal_engine.cli.main import _transport
 from metal_engine.engine.engine_thread import EngineThread
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.server_args import ServerArgs
 
 
 def test_the_server_loads_no_mlx() -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from metal_engine.cli.launch_tools import TOOLS
 from metal_engine.cli.main import app
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.http_server import QuietHandler, http_server
 from tests.support.serving import Served, serve
 from tests.support.several_models import FakeModel, serve_models

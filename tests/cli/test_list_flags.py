@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from metal_engine.cli.list_flags import with_flags_repeated
 from metal_engine.cli.options import command
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.server_args import ServerArgs
 
 NAME, ORIGINS = "--served-model-name", "--allowed-origins"
 CASES = [

@@ -20,10 +20,11 @@ from typer.testing import CliRunner
 from metal_engine.cli.main import app
 from metal_engine.cli.models_dir import find_several, models_in
 from metal_engine.errors import ConfigError
-from metal_engine.settings.args import GIB, EngineArgs, ServerArgs
+from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
 from metal_engine.settings.fields import format_size
 from metal_engine.settings.multi_model import RegistryArgs, models_memory, per_model_args
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.engine_child import is_running
 from tests.support.ranked_server import children_of

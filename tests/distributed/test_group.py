@@ -91,8 +91,8 @@ def both(groups: list[RankGroup], *work: Callable[[RankGroup], Any]) -> list[Any
 
 
 def test_ranks_at_different_places_do_not_take_one_fact_for_another(groups: list[RankGroup]) -> None:
-    assert both(groups, lambda g: g.largest("a", 3), lambda g: g.largest("a", 5))[0] == 5
-    error, _ = both(groups, lambda g: g.largest("bytes", 3), lambda g: g.largest("tokens", 5))
+    assert both(groups, lambda g: g.max_over_ranks("a", 3), lambda g: g.max_over_ranks("a", 5))[0] == 5
+    error, _ = both(groups, lambda g: g.max_over_ranks("bytes", 3), lambda g: g.max_over_ranks("tokens", 5))
     assert str(error) == "rank 1 (here) is at 'tokens', and rank 0 at 'bytes'"
 
 
@@ -103,7 +103,7 @@ def test_rank_0_decides(groups: list[RankGroup]) -> None:
 
     def decide(group: RankGroup) -> None:
         own = (lambda: choices) if group.rank == 0 else lambda: pytest.fail("rank 1 measures")
-        found.put(SeveralRanks(group).decided("choices", own))
+        found.put(SeveralRanks(group).from_rank_zero("choices", own))
 
     both(groups, decide, decide)
     assert [found.get(timeout=60) for _ in range(2)] == [choices, choices]
@@ -154,12 +154,14 @@ def test_all_ranks_try_logits_again_or_none() -> None:
     """If another rank's logits are wrong, this rank, whose logits are right, continues the check with it."""
     told: list[tuple[str, int]] = []
 
-    def agree(what: str, number: int) -> int:
+    def max_over_ranks(what: str, number: int) -> int:
         told.append((what, number))
         return 1 if what == "logits that are off" else number
 
     with pytest.raises(UnsupportedModelError, match="off from"):
-        check_paged_model(PagedModel(random_model(configuration("llama"))), PortableBackend(), 97, agree=agree)
+        check_paged_model(
+            PagedModel(random_model(configuration("llama"))), PortableBackend(), 97, max_over_ranks=max_over_ranks
+        )
     assert told[-1] == ("logits that are off", 0)
 
 

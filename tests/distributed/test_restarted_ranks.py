@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.loading.test_image_encoder import write_vision_checkpoint
 from tests.support.image_files import data_url, encoded, picture
 from tests.support.ranked_server import RankedServer, is_alive
 from tests.support.serving import wait_until
 from tests.support.vision import QWEN3_5
-from tests.test_image_encoder_loading import write_vision_checkpoint
 
 
 def text_of(lines: Iterable[str]) -> str:

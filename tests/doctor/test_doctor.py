@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from metal_engine.build import build_engine
 from metal_engine.doctor import examine as doctor
 from metal_engine.doctor import tiny
 from metal_engine.doctor.examine import FAILED, OK, Finding, examine
 from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.loading.build import build_engine
 from metal_engine.settings.args import EngineArgs
 from tests.support.checkpoint_files import write_checkpoint
 
@@ -77,7 +77,7 @@ def test_what_was_measured_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
         core.config = replace(core.config, attention_layers=layers)
         return engine
 
-    monkeypatch.setattr("metal_engine.build.build_engine", with_tuning)
+    monkeypatch.setattr("metal_engine.loading.build.build_engine", with_tuning)
     monkeypatch.setattr(doctor, "_tiny_model", lambda: iter(()))
     monkeypatch.setattr(doctor, "_quantized_kv", lambda: iter(()))
     healthy, found = findings(str(folder))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from metal_engine.build import build_engine
 from metal_engine.errors import ConfigError
 from metal_engine.llm import LLM
+from metal_engine.loading.build import build_engine
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from tests.support.checkpoint_files import write_checkpoint

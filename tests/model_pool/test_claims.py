@@ -11,7 +11,6 @@ import mlx.core as mx
 import pytest
 
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.build import build_engine
 from metal_engine.checkpoints import loader
 from metal_engine.device.blas.load import load_optimized_blas
 from metal_engine.device.info import device_info
@@ -19,6 +18,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.device_access import DeviceAccess
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.errors import ModelTooLargeError
+from metal_engine.loading.build import build_engine
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.runner import step_memory

@@ -27,7 +27,8 @@ from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLarg
 from metal_engine.model_pool.model_entry import ModelEntry
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.support import checkpoint_files
 from tests.support.engine_child import is_running, pid_of
 from tests.support.registry import until

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.checkpoint import StoredTensor
 from metal_engine.checkpoints.find import check_architecture
-from metal_engine.checkpoints.requirements import safetensors_facts
+from metal_engine.checkpoints.requirements import safetensors_requirements
 from metal_engine.checkpoints.shared_indexes import check_indexes
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
@@ -193,10 +193,10 @@ def test_a_checkpoint_without_an_index_in_each_layer_is_refused_before_its_weigh
     names = [f"model.layers.{layer}.self_attn.indexer.wk.weight" for layer in range(config["num_hidden_layers"] + 1)]
     tensors = [StoredTensor(name, "BF16", (8, 8)) for name in names]
     args, device = EngineArgs(model="a/copy"), DeviceInfo(kind="cpu", name="", compute="", memory_bytes=1 << 40)
-    safetensors_facts(config, tensors, args, device)
+    safetensors_requirements(config, tensors, args, device)
     for missing in (1, 3):
         with pytest.raises(UnsupportedModelError, match=r"a/copy: some layers attend to .* needs an index in each"):
-            safetensors_facts(config, [t for t in tensors if t.name != names[missing]], args, device)
+            safetensors_requirements(config, [t for t in tensors if t.name != names[missing]], args, device)
 
 
 def reload_kernels() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.build import check_before_loading
 from metal_engine.checkpoints.requirements import CheckpointRequirements
 from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.rows import step_rows
+from metal_engine.loading.load_checks import check_before_loading
 from metal_engine.models.info import expected_model_info
 from metal_engine.models.own_caches_model import open_paged_model
 from metal_engine.models.paged_model import PagedModel

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.build import build_engine
 from metal_engine.kv_cache.recurrent import RecurrentState
 from metal_engine.kv_cache.rows import TracedRows
 from metal_engine.kv_cache.writes import TracedWrites
+from metal_engine.loading.build import build_engine
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner import replay_check as replay_check_module
 from metal_engine.runner.replay import DecodeReplay

@@ -10,8 +10,8 @@ import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS
-from metal_engine.build import build_engine
 from metal_engine.errors import ConfigError
+from metal_engine.loading.build import build_engine
 from metal_engine.models.draft_head import PagedDraftHead
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import Request
@@ -132,7 +132,7 @@ def test_all_ranks_run_as_many_steps(mine: int, theirs: int, num_runs: int, monk
     monkeypatch.setattr(step_memory, "_run_step", lambda *_: runs.append(mine) or mx.get_active_memory() + mine)
     paged = PagedModel(tiny_model())
     taken = measure_step_bytes(
-        paged, PortableBackend(), 16, None, 64, 8, agree=lambda what, number: max(number, theirs)
+        paged, PortableBackend(), 16, None, 64, 8, max_over_ranks=lambda what, number: max(number, theirs)
     )
     assert (len(runs), taken) == (num_runs, theirs)
 

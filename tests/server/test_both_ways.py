@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.server.anthropic.test_messages import test_stream
 from tests.server.generation.test_parameters import (
     test_bad_words,

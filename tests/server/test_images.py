@@ -16,7 +16,7 @@ from metal_engine.media.processing import ImageProcessing
 from metal_engine.prompt_images import PromptImages
 from metal_engine.request import PreparedRequest
 from metal_engine.server.workers import Weight
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.image_files import data_url, encoded, hostile_files, picture
 from tests.support.image_serving import END, IMAGE, START, serve_seeing
 from tests.support.serving import DEADLINE, MODEL, Served

@@ -20,7 +20,7 @@ import pytest
 
 from metal_engine.errors import ConfigError
 from metal_engine.server.listen import listen
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.server.test_errors import check_error, sse_events
 from tests.support.fake_process import DEADLY, ENDLESS
 from tests.support.serving import DEADLINE, wait_until

@@ -20,7 +20,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.errors import ConfigError
 from metal_engine.server.app import create_app
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.support import adapters
 from tests.support.serving import DEADLINE, Served, serve
 from tests.support.tiny_engine import tiny_reference

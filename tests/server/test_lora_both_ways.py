@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.server.test_lora import (
     answers,
     check_growth,

@@ -9,7 +9,7 @@ import httpx
 
 from metal_engine.errors import ConfigError
 from metal_engine.model_pool.model_entry import ModelSource, ModelState
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.serving import DEADLINE, wait_until
 from tests.support.several_models import MEMORY_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
 

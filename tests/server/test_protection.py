@@ -18,8 +18,8 @@ import uvloop
 from metal_engine.errors import ConfigError
 from metal_engine.server.generation.streaming import KEEP_ALIVE
 from metal_engine.server.listen import tls_options
-from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import PoolerConfig
+from metal_engine.settings.server_args import ServerArgs
 from tests.server.status.test_metrics import scrape
 from tests.server.test_errors import check_error, sse_events
 from tests.support import tls

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from metal_engine.model_pool.model_entry import ModelState
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.serving import DEADLINE, wait_until
 from tests.support.several_models import MEMORY_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
 from tools.fixtures.fake_engine import byte_ids

@@ -7,10 +7,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from metal_engine.build import build_engine
-from metal_engine.cli.banner import startup_facts
+from metal_engine.cli.banner import startup_rows
 from metal_engine.errors import ConfigError
 from metal_engine.llm import LLM
+from metal_engine.loading.build import build_engine
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from tests.support.checkpoint_files import write_checkpoint
@@ -29,7 +29,7 @@ def test_the_pool_holds_more(tmp_path: Path, kv_cache_dtype: str, bytes_of_64: i
     assert config.model.kv_bytes_per_token == num_heads * bytes_of_64
     assert config.cache.num_tokens == (1 << 20) // (16 * num_heads * bytes_of_64) * 16
     assert config.model.kv_dtype == ("float32" if kv_cache_dtype == "auto" else kv_cache_dtype)
-    shown = startup_facts(config, "", ("m",))["KV cache"]
+    shown = startup_rows(config, "", ("m",))["KV cache"]
     if kv_cache_dtype == "auto":
         assert config.num_tokens_unquantized is None and "unquantized" not in shown
     else:

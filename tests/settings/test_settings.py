@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.fields import ENV_PREFIX, make_args, parse_count, parse_size, settings_of
+from metal_engine.settings.server_args import ServerArgs
 from metal_engine.settings.sources import CONSTANTS, read_settings
 
 SETTINGS = settings_of(ServerArgs, EngineArgs)

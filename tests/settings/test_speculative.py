@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.cli.banner import startup_facts
+from metal_engine.cli.banner import startup_rows
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, EngineConfig, SchedulerConfig, SpeculativeConfig
@@ -139,19 +139,19 @@ def test_the_banner_counts_states_before_drafts() -> None:
         model=dataclasses.replace(config.model, state_bytes_per_request=1024),
         cache=dataclasses.replace(config.cache, num_state_slots=20),
     )
-    facts = startup_facts(config, "http://127.0.0.1:1", ("fake",))
-    assert facts["states"].endswith(
+    rows = startup_rows(config, "http://127.0.0.1:1", ("fake",))
+    assert rows["states"].endswith(
         "20 slots: 3 for requests, 3 for their states before drafts, the others for checkpoints"
     )
 
 
 def test_the_banner_says_so() -> None:
-    facts = startup_facts(fake_config(speculative=SpeculativeConfig(**GIVEN)), "http://127.0.0.1:1", ("fake",))
-    assert facts["speculation"].startswith("ngram: up to 4 tokens")
+    rows = startup_rows(fake_config(speculative=SpeculativeConfig(**GIVEN)), "http://127.0.0.1:1", ("fake",))
+    assert rows["speculation"].startswith("ngram: up to 4 tokens")
     drafting = with_draft(fake_config(speculative=read(DRAFT_MODEL)))
-    facts = startup_facts(drafting, "http://127.0.0.1:1", ("fake",))
-    assert facts["speculation"].startswith("draft_model: up to 3 tokens a request and step, of small (3 M parameters")
-    assert "weights 5 MiB, KV cache 14 KiB" in facts["memory"]
+    rows = startup_rows(drafting, "http://127.0.0.1:1", ("fake",))
+    assert rows["speculation"].startswith("draft_model: up to 3 tokens a request and step, of small (3 M parameters")
+    assert "weights 5 MiB, KV cache 14 KiB" in rows["memory"]
 
 
 def with_draft(config: EngineConfig) -> EngineConfig:

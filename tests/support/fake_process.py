@@ -14,7 +14,7 @@ import time
 from metal_engine.cli.options import one_line_errors
 from metal_engine.server.listen import listen
 from metal_engine.server.run import run_server
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tools.fixtures.fake_engine import FakeRunner, fake_config, fake_engine, hash_chain
 
 DEADLY, ENDLESS = 1, 2

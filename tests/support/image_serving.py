@@ -12,8 +12,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.media.decoder import ImageDecoder
-from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig, VisionConfig
+from metal_engine.settings.server_args import ServerArgs
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.serving import Served, serve
 from tools.fixtures.fake_engine import VOCAB_SIZE, fake_config, tiny_tokenizer

@@ -23,8 +23,8 @@ from metal_engine.server.app import create_app
 from metal_engine.server.connections.limits import connection_limits
 from metal_engine.server.listen import tls_options
 from metal_engine.server.run import Server
-from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
+from metal_engine.settings.server_args import ServerArgs
 from metal_engine.text.tokenizer import Tokenizer
 from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, fake_engine, hash_chain
 from tools.fixtures.stepped_engine import SteppedEngine

@@ -26,8 +26,8 @@ from metal_engine.server.generation.models import MultiModel
 from metal_engine.server.run import Server
 from metal_engine.server.status.registry_routes import Discover
 from metal_engine.server.workers import Workers
-from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.serving import DEADLINE, forget_endpoints, wait_until
 from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, generated, hash_chain, tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine

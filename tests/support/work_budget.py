@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from metal_engine.server.app import create_app
-from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import PoolerConfig
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.fillers import FILLERS, Endpoint, with_field
 from tests.support.splitting import answer_format
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, FakeRunner, fake_config, fake_engine, script, tiny_tokenizer

@@ -97,7 +97,7 @@ def write_model(folder: str, sizes: dict[str, int]) -> None:
 
 def measure(model: str, num_ranks: int, num_requests: int, num_steps: int) -> dict[str, float]:
     """Return times of an engine in seconds: for the prompts, and for decode steps of all requests."""
-    from metal_engine.build import build_engine
+    from metal_engine.loading.build import build_engine
     from metal_engine.sampling_params import SamplingParams
     from metal_engine.settings.args import EngineArgs
 

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from metal_engine.build import build_engine
 from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.loading.build import build_engine
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.args import EngineArgs

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from metal_engine.build import build_engine
+from metal_engine.loading.build import build_engine
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 

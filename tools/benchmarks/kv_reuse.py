@@ -22,8 +22,8 @@ from unittest import mock
 
 import numpy as np
 
-from metal_engine.build import build_engine
 from metal_engine.kv_transfer.stores.choice import open_store
+from metal_engine.loading.build import build_engine
 from metal_engine.request import RequestOptions, RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from metal_engine.build import build_engine
 from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.loading.build import build_engine
 from metal_engine.lora_adapter import Adapter
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs

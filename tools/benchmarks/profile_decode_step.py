@@ -20,10 +20,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from metal_engine.build import build_engine
 from metal_engine.engine.async_engine import AsyncEngine, _Mailbox
 from metal_engine.engine.engine_client import EngineClient
 from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.loading.build import build_engine
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from tools.benchmarks.engine_timing import random_prompt

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from metal_engine.build import build_engine
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
+from metal_engine.loading.build import build_engine
 from metal_engine.request import RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs

@@ -35,12 +35,12 @@ import mlx.nn as nn  # noqa: E402
 from mlx_lm.models.cache import KVCache, QuantizedKVCache  # noqa: E402
 
 from metal_engine.attention.choice import choose_backend  # noqa: E402
-from metal_engine.build import build_engine  # noqa: E402
 from metal_engine.checkpoints.demo import fetch_demo_model  # noqa: E402
 from metal_engine.checkpoints.gguf.model import load_gguf_model  # noqa: E402
 from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer  # noqa: E402
 from metal_engine.engine.built_engine import BuiltEngine  # noqa: E402
 from metal_engine.kv_cache.rows import step_rows  # noqa: E402
+from metal_engine.loading.build import build_engine  # noqa: E402
 from metal_engine.models.attention_kinds import attention_kinds  # noqa: E402
 from metal_engine.models.paged_model import PagedModel  # noqa: E402
 from metal_engine.sampling_params import SamplingParams  # noqa: E402

@@ -22,7 +22,7 @@ from typing import Any
 
 from metal_engine.server.listen import listen
 from metal_engine.server.run import run_server
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from metal_engine.step import ModelOutput, RunnerLostError, SchedulerOutput
 from tools.fixtures.fake_engine import FakeStep, fake_config, fake_engine
 

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-from metal_engine.build import build_engine
 from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.loading.build import build_engine
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 

@@ -20,10 +20,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from metal_engine.build import build_engine
 from metal_engine.device.blas.load import load_optimized_blas
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
+from metal_engine.loading.build import build_engine
 from metal_engine.request import Request
 from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
 from metal_engine.scheduling.speculation.speculation import Speculation

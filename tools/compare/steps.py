@@ -26,8 +26,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from metal_engine.build import build_engine
 from metal_engine.device.blas.load import load_optimized_blas
+from metal_engine.loading.build import build_engine
 from metal_engine.request import RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs

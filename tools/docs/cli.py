@@ -6,10 +6,11 @@ from pathlib import Path
 
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.cli.options import default_text, help_text
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.fields import Listing, Setting, settings_of
 from metal_engine.settings.multi_model import RegistryArgs
+from metal_engine.settings.server_args import ServerArgs
 from metal_engine.settings.sources import OTHER_VARIABLES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"

@@ -12,12 +12,13 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from metal_engine.build import build_engine
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.loading.build import build_engine
 from metal_engine.server.listen import listen
 from metal_engine.server.run import run_server
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.server_args import ServerArgs
 from tools.fixtures.browser import find_chromium, open_browser
 
 if TYPE_CHECKING:

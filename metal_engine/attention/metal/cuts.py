@@ -33,14 +33,14 @@ class Cut:
     tensor_ops: bool = True
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Cut:
-        """Return the cut whose fields are ``facts``. Raises ValueError if a field has a value that is never tried."""
-        if facts.keys() != TRIED.keys():
-            raise ValueError(f"a cut has the fields {', '.join(TRIED)}, not {', '.join(facts)}")
-        for name, value in facts.items():
+    def of(cls, fields: Mapping[str, Any]) -> Cut:
+        """Return the cut that has the ``fields``. Raises ValueError if a field has a value that is never tried."""
+        if fields.keys() != TRIED.keys():
+            raise ValueError(f"a cut has the fields {', '.join(TRIED)}, not {', '.join(fields)}")
+        for name, value in fields.items():
             if not any(type(value) is type(tried) and value == tried for tried in TRIED[name]):
                 raise ValueError(f"{name} is one of {TRIED[name]}, not {value!r}")
-        return cls(**facts)
+        return cls(**fields)
 
     def __str__(self) -> str:
         words = {

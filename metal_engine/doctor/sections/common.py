@@ -17,13 +17,13 @@ from mlx_lm.generate import BatchGenerator, generate_step
 
 from metal_engine.attention.sample_steps import forget_errors
 from metal_engine.bench.offline import OfflineRun, run_requests
-from metal_engine.build import build_engine
 from metal_engine.checkpoints import loader
 from metal_engine.device.info import device_info, is_virtual_gpu
 from metal_engine.doctor.figures import not_measured
 from metal_engine.doctor.plan import Plan
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.errors import one_line
+from metal_engine.loading.build import build_engine
 from metal_engine.settings.args import EngineArgs
 
 T = TypeVar("T")

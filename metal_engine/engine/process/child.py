@@ -24,7 +24,7 @@ from typing import NoReturn
 from metal_engine.device.allocator import give_back_freed_memory
 from metal_engine.device.blas.threads import blas_threads
 from metal_engine.engine.built_engine import BuiltEngine
-from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
+from metal_engine.engine.device_access import FULL_ACCESS, DeviceAccess
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.channel import Channel
@@ -103,7 +103,7 @@ class EngineChild:
         def prepare_and_build() -> BuiltEngine:
             channel.send(wire.Device(prepare()))
             order = self._order.result()
-            return build(order, self._device or WHOLE_DEVICE)
+            return build(order, self._device or FULL_ACCESS)
 
         self._thread = EngineThread(prepare_and_build)
         self._engine: BuiltEngine | None = None

@@ -73,8 +73,8 @@ class RemoteAdapters:
 
     def _hold(self, message: wire.LoadAdapter, loaded: wire.LoadedAdapter) -> Adapter:
         message.fingerprint = loaded.fingerprint
-        facts = loaded.rank, loaded.fingerprint, loaded.base_model_name
-        adapter = Adapter(loaded.name, loaded.path, message.call, *facts)
+        fields = loaded.rank, loaded.fingerprint, loaded.base_model_name
+        adapter = Adapter(loaded.name, loaded.path, message.call, *fields)
         self._held[adapter] = message
         weakref.finalize(adapter, self._calls.dropped_adapters.append, message.call).atexit = False
         return adapter

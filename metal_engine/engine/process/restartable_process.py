@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
+from metal_engine.engine.device_access import FULL_ACCESS, DeviceAccess
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.engine_process import EngineProcess, ProcessEndedError
 from metal_engine.engine.process.hang_monitor import HangMonitor
@@ -73,7 +73,7 @@ class RestartableProcess:
         if self._load_seconds is not None:
             self._monitor.set_limit(self._limits.of_load(self._load_seconds), "it has been loading the model")
         order = wire.Build(self._args, self._config, self._access.memory_bytes)
-        ready = process.build(order, self._access if self._config is None else WHOLE_DEVICE)
+        ready = process.build(order, self._access if self._config is None else FULL_ACCESS)
         if self._load_seconds is None:
             self._load_seconds = time.monotonic() - began
             self._config = ready.config

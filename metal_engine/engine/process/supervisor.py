@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
+from metal_engine.engine.device_access import FULL_ACCESS, DeviceAccess
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.process import wire
@@ -62,7 +62,7 @@ class EngineSupervisor:
         spawner: Spawner,
         args: dict[str, Any],
         make_tokenizer: Callable[[wire.Ready], Tokenizer],
-        access: DeviceAccess = WHOLE_DEVICE,
+        access: DeviceAccess = FULL_ACCESS,
     ) -> None:
         self._restartable = RestartableProcess(spawner, args, access)
         self._access = access

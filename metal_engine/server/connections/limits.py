@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from metal_engine.device.descriptors import open_file_limit
 from metal_engine.errors import ConfigError
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 
 DEFAULT_MAX_CONNECTIONS = 4096
 # Descriptors for other purposes: model files, files of the KV cache, logs, and libraries.

@@ -23,7 +23,7 @@ from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.queue_limit import RETRY_AFTER_SECONDS, QueueLimit, overloaded
 from metal_engine.server.logs import Notices
 from metal_engine.server.workers import Workers
-from metal_engine.settings.args import ANY_NAME, ServerArgs
+from metal_engine.settings.server_args import ANY_NAME, ServerArgs
 
 # Keys in the ASGI scope of a request: the models that it uses, and the name of its model, which metrics need.
 _LEASES = "metal_engine.leases"

@@ -34,8 +34,8 @@ def observe(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
-        facts: dict[str, Any] = {"request_id": request_id}
-        token = current_request.set(facts)
+        fields: dict[str, Any] = {"request_id": request_id}
+        token = current_request.set(fields)
         started = time.monotonic()
         status = 0
 
@@ -51,17 +51,17 @@ def observe(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
         finally:
             if scope["method"] == "POST":
                 metrics.reject(status, scope.get(ERROR_CODE), scope.get(MODEL_NAME))
-            _log(scope, status, time.monotonic() - started, facts)
+            _log(scope, status, time.monotonic() - started, fields)
             current_request.reset(token)
 
     return observed
 
 
-def _log(scope: Scope, status: int, seconds: float, facts: dict[str, Any]) -> None:
+def _log(scope: Scope, status: int, seconds: float, fields: dict[str, Any]) -> None:
     level = logging.INFO if scope["method"] == "POST" else logging.DEBUG
     if not logger.isEnabledFor(level):
         return
-    known = {name: value for name, value in facts.items() if name != "request_id"}
+    known = {name: value for name, value in fields.items() if name != "request_id"}
     # The client chooses the path. `repr` keeps it on one line.
     path = repr(scope["path"])[1:-1]
     rest = "".join(f" {name}={value}" for name, value in known.items())
@@ -72,7 +72,7 @@ def _log(scope: Scope, status: int, seconds: float, facts: dict[str, Any]) -> No
         path,
         status or "cut",
         seconds,
-        facts["request_id"],
+        fields["request_id"],
         rest,
-        extra={"facts": {"path": path, "status": status, "seconds": round(seconds, 6), **known}},
+        extra={"fields": {"path": path, "status": status, "seconds": round(seconds, 6), **known}},
     )

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_engine.server.errors import APIError
 from metal_engine.server.middleware.refusal import refuse
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 
 # Value in --allowed-origins that allows every origin.
 ANY = "*"

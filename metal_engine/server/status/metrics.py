@@ -260,7 +260,7 @@ class _EngineReader:
         family = InfoMetricFamily(
             f"{PREFIX}engine", "Version, model type and main settings of the engine.", labels=["model_name"]
         )
-        facts = {
+        settings = {
             "version": __version__,
             "model_type": config.model.model_type,
             "dtype": config.model.dtype,
@@ -273,5 +273,5 @@ class _EngineReader:
             "max_num_seqs": str(config.scheduler.max_num_seqs),
             "max_num_batched_tokens": str(config.scheduler.max_num_batched_tokens),
         }
-        family.add_metric([self._model], facts)
+        family.add_metric([self._model], settings)
         return family

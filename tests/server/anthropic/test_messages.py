@@ -11,7 +11,7 @@ import pytest
 
 from metal_engine.server.anthropic import protocol
 from metal_engine.server.errors import APIError
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.calling import CLAUDE_TOOLS, RECORD, USER, answering
 from tests.support.serving import DEADLINE, MODEL, Served, serve
 from tools.fixtures.fake_engine import generated, script

@@ -18,7 +18,7 @@ from metal_engine.device.descriptors import open_file_limit
 from metal_engine.errors import ConfigError
 from metal_engine.server.connections import limits
 from metal_engine.server.connections.limits import RESERVED_DESCRIPTORS, ConnectionLimits
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.server.test_errors import check_error
 from tests.server.test_lifecycle import ROOT, Process, process
 from tests.server.test_protection import finish, hold
@@ -269,9 +269,10 @@ def test_limits_of_the_process() -> None:
     """The soft limit is raised as needed for connections. Importing mlx-lm does not change it."""
     code = (
         "import resource\n"
-        "from metal_engine.build import build_engine\n"
+        "from metal_engine.loading.build import build_engine\n"
         "from metal_engine.server.connections.limits import connection_limits\n"
-        "from metal_engine.settings.args import EngineArgs, ServerArgs\n"
+        "from metal_engine.settings.args import EngineArgs\n"
+        "from metal_engine.settings.server_args import ServerArgs\n"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))\n"
         "connection_limits(ServerArgs(max_connections=3000))\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.server.test_lifecycle import process
 from tests.support.raw_http import (
     BODY,

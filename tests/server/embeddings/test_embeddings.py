@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from metal_engine.pooling_params import PoolingParams
-from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import PoolerConfig
+from metal_engine.settings.server_args import ServerArgs
 from tests.server.test_errors import check_error
 from tests.support.serving import MODEL, Served, serve, wait_until
 from tools.fixtures.fake_engine import HIDDEN_SIZE, byte_ids, fake_config, pooled

@@ -14,7 +14,7 @@ import pytest
 
 from metal_engine.request import RequestOutput
 from metal_engine.server.generation.generation import _merge
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.serving import Served, serve, wait_until
 from tools.fixtures.fake_engine import byte_ids, fake_config
 

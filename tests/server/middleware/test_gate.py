@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.server.test_errors import check_error
 from tests.support.serving import DEADLINE, MODEL, Served, serve
 from tools.fixtures.fake_engine import Death

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from metal_engine.server.middleware import hosts
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.server.test_errors import check_error
 from tests.support.serving import Served, serve
 

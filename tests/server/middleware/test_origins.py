@@ -10,7 +10,7 @@ import pytest
 from metal_engine.server.middleware.origins import FROM_OWN_PAGE
 from metal_engine.server.page.files import STATIC
 from metal_engine.server.page.viewers import MAX_VIEWERS
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.server.test_errors import check_error
 from tests.support.serving import DEADLINE, Served, serve
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from metal_engine.server.ollama.routes import API_VERSION
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.server.openai.test_infilling import VOCAB, expected, fim_tokenizer
 from tests.support.calling import ANSWER, CONFIG, RECORD, USER
 from tests.support.raw_http import crowd, post

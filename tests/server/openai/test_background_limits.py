@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from metal_engine.server.openai.response_store import ResponseStore
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.server.test_errors import check_error
 from tests.support.background import HTTP, LONG, SLOW, finished, wait_for_status
 from tests.support.calling import CONFIG

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from metal_engine.output_phases import OutputPhases
-from metal_engine.settings.args import TOOL_GRAMMARS, ServerArgs
+from metal_engine.settings.server_args import TOOL_GRAMMARS, ServerArgs
 from tests.server.test_errors import check_error
 from tests.support.calling import CLAUDE_TOOLS, FLAT_TOOLS, USER, answering
 from tests.support.serving import MODEL, Served

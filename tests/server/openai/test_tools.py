@@ -20,7 +20,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.logs import Notices
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.protocol import ChatCompletionBody
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from metal_engine.text.tokenizer import Tokenizer
 from tests.server.test_errors import check_error
 from tests.support.calling import USER, answering

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.browsing import DESK, PHONE, page_of, picture_of, say, texts, wait_for_answer
 from tests.support.calling import answering
 from tests.support.serving import Served, serve, wait_until

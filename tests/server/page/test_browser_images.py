@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.browsing import page_of, say, texts, wait_for_answer
 from tests.support.image_files import data_url, encoded, picture
 from tests.support.image_serving import serve_seeing

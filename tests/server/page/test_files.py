@@ -12,7 +12,7 @@ import pytest
 from metal_engine import __version__
 from metal_engine.server.page.files import INDEX, PREFIX, STATIC, load_files
 from metal_engine.server.status.pages import LINKS
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.serving import MODEL, Served, serve
 
 CLIENT = httpx.Client()  # shared, because making a client takes longer than a request

@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as PrometheusHistogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from metal_engine.cli.banner import startup_facts
+from metal_engine.cli.banner import startup_rows
 from metal_engine.engine.metrics import Histogram
 from metal_engine.server.logs import JSONFormatter, RequestIdFilter, current_request
 from metal_engine.server.status.stats_log import StatsLog
-from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import AttentionLayers, CommandBufferLimits
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.serving import MODEL, Served, serve, wait_until
 from tools.docs import dashboard
 from tools.fixtures.fake_engine import byte_ids, fake_config
@@ -91,7 +91,7 @@ def test_layers_by_what_computes_their_attention() -> None:
         assert "index_kernels" not in scrape(served)
         words = "metal; portable for 4 of 28 layers (head_dim 512)"
         assert httpx.get(served.url + "/health").json()["attention"] == words
-    assert startup_facts(config, served.url, ("demo",))["attention"] == words
+    assert startup_rows(config, served.url, ("demo",))["attention"] == words
 
 
 @pytest.mark.parametrize("why", ["", "the kernel fails"])
@@ -108,9 +108,9 @@ def test_what_the_device_is_given() -> None:
     with serve(config=config) as served:
         health = httpx.get(served.url + "/health").json()
     assert (told := health["command_buffers"]) == "up to 29 operations and 4,096 MB"
-    facts = startup_facts(config, served.url, ("demo",))
-    assert facts["commands"] == f"command buffers of {told}"
-    assert facts["dispatch"] == health["dispatch"] == "one after the other"
+    rows = startup_rows(config, served.url, ("demo",))
+    assert rows["commands"] == f"command buffers of {told}"
+    assert rows["dispatch"] == health["dispatch"] == "one after the other"
 
 
 def test_formats(served: Served) -> None:
@@ -211,14 +211,14 @@ def test_a_request_id_is_kept_or_made(served: Served, caplog: pytest.LogCaptureF
     assert all(re.fullmatch("[0-9a-f]{32}", i) for i in made) and made[0] != made[1]
     wait_until(lambda: any("trace-1" in r.getMessage() for r in caplog.records), "the line")
     (record,) = [r for r in caplog.records if "trace-1" in r.getMessage()]
-    facts = record.facts  # type: ignore[attr-defined]
-    assert facts["id"] == response.json()["id"] and facts["status"] == 200
-    assert (facts["prompt_tokens"], facts["completion_tokens"], facts["finish_reason"]) == (1, 2, "length")
+    fields = record.fields  # type: ignore[attr-defined]
+    assert fields["id"] == response.json()["id"] and fields["status"] == 200
+    assert (fields["prompt_tokens"], fields["completion_tokens"], fields["finish_reason"]) == (1, 2, "length")
 
 
 def test_json_logs() -> None:
     record = logging.LogRecord("metal_engine.x", logging.WARNING, "", 0, "a\n%s", ("ü",), None)
-    record.facts = {"status": 200}
+    record.fields = {"status": 200}
     token = current_request.set({"request_id": "r1"})
     try:
         RequestIdFilter().filter(record)

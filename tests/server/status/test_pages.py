@@ -11,7 +11,7 @@ import pytest
 
 from metal_engine.server.embeddings.protocol import EmbeddingBody, RerankBody, ScoreBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.server_args import ServerArgs
 from tests.support.raw_http import crowd, get, rest
 from tests.support.serving import Served, serve
 

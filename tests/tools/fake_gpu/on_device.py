@@ -27,11 +27,11 @@ import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
 from metal_engine.attention import choice, tuning  # noqa: E402
-from metal_engine.build import build_engine  # noqa: E402
-from metal_engine.cli.banner import startup_facts  # noqa: E402
+from metal_engine.cli.banner import startup_rows  # noqa: E402
 from metal_engine.device.command_buffers import kernels_of_step  # noqa: E402
 from metal_engine.kv_cache.pool import StatePool  # noqa: E402
 from metal_engine.kv_cache.rows import step_rows  # noqa: E402
+from metal_engine.loading.build import build_engine  # noqa: E402
 from metal_engine.models.paged_model import PagedModel  # noqa: E402
 from metal_engine.runner.dispatch import choose_dispatch  # noqa: E402
 from metal_engine.runner.model_runner import ModelRunner  # noqa: E402
@@ -275,7 +275,7 @@ def tune(folder: str, setting: str, start: int) -> dict[str, Any]:
     while core.has_requests:
         num_tokens += sum(len(output.token_ids) for output in core.step())
     kernels = GPU.counts().kernels
-    facts = startup_facts(core.config, "http://here", ("tiny",))
+    facts = startup_rows(core.config, "http://here", ("tiny",))
     engine.close()
     return {
         "cuts": kinds, "banner": facts.get("tuning"), "kernels": kernels, "tokens": num_tokens,

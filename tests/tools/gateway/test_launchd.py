@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 
 from metal_engine.cli import main
 from metal_engine.kv_transfer.settings import kv_transfer_config
-from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.server_args import ServerArgs
 from tools.gateway.processes import ROUTING_FLAGS
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"

@@ -52,7 +52,7 @@ def failing(build: Callable[..., Any]) -> Callable[..., Any]:
 if __name__ == "__main__":
     make_packages_lazy()
 
-    import metal_engine.build
+    import metal_engine.loading.build
 
-    metal_engine.build.build_engine = failing(metal_engine.build.build_engine)
+    metal_engine.loading.build.build_engine = failing(metal_engine.loading.build.build_engine)
     runpy.run_module("metal_engine.cli.engine_worker", run_name="__main__", alter_sys=True)

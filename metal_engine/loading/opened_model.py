@@ -39,7 +39,7 @@ class OpenedModel:
         num_seqs: int,
         head: PagedDraftHead | None = None,
         *,
-        agree: Callable[[str, int], int],
+        max_over_ranks: Callable[[str, int], int],
     ) -> int:
         """Run a step, followed by a draft head if there is one. Return its memory besides weights and KV, in bytes."""
         from metal_engine.runner.step_memory import measure_step_bytes
@@ -47,7 +47,14 @@ class OpenedModel:
         longest = self.info.max_position_embeddings
         with trying_limits():
             return measure_step_bytes(
-                self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs, head=head, agree=agree
+                self.paged,
+                self.attention.backend,
+                block_size,
+                longest,
+                num_tokens,
+                num_seqs,
+                head=head,
+                max_over_ranks=max_over_ranks,
             )
 
 
@@ -76,14 +83,18 @@ def open_model(
         attention = choice.for_layers(kinds, args.block_size)
         index = index_kind(paged.model, paged.pool.states)
         if index is not None:
-            attention = choice.for_index(attention, index, args.block_size, ranks.largest)
-        attention = choice.tuned(attention, args.block_size, decide=ranks.decided, agree=ranks.largest)
+            attention = choice.for_index(attention, index, args.block_size, ranks.max_over_ranks)
+        attention = choice.tuned(
+            attention, args.block_size, from_rank_zero=ranks.from_rank_zero, max_over_ranks=ranks.max_over_ranks
+        )
         # Larger blocks need longer test requests. Only compiled kernels depend on the block size.
         sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
         if not is_checked or paged.has_recurrence_kernels:
             logger.info("checking that %s computes correctly with a paged KV cache", loaded.name)
             _with_recurrence(
-                paged, ranks, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest)
+                paged,
+                ranks,
+                lambda: check_paged_model(paged, attention.backend, *sizes, max_over_ranks=ranks.max_over_ranks),
             )
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise cannot_run(args.model, loaded.config, error) from error

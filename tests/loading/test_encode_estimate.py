@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from mlx.utils import tree_flatten
 
-from metal_engine.build import build_engine
 from metal_engine.engine.device_access import DeviceAccess
-from metal_engine.runner.encode_estimate import estimate_encode_bytes
+from metal_engine.loading.build import build_engine
+from metal_engine.loading.encode_estimate import estimate_encode_bytes
 from metal_engine.runner.encode_memory import measure_encode_bytes
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
+from tests.loading.test_image_encoder import SIZES, write_vision_checkpoint
 from tests.support.vision import CONFIGS, QWEN3_VL, tiny_vision
-from tests.test_image_encoder_loading import SIZES, write_vision_checkpoint
 
 CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 40)
 METAL = DeviceInfo(kind="metal", name="test", compute="test", memory_bytes=1 << 40)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from metal_engine.checkpoints.names import did_you_mean
+from metal_engine.checkpoints.model_names import did_you_mean
 from metal_engine.errors import ModelLoadError, one_line
 
 # Files of a checkpoint's tokenizer and weights. Other files of a repository are not downloaded.

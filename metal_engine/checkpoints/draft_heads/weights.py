@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from metal_engine.checkpoints.checkpoint import StoredTensor, stored_tensors
-from metal_engine.checkpoints.draft_head_names import (
+from metal_engine.checkpoints.draft_heads.names import (
     EMBEDDING_TABLE,
     FP8_SCALES,
     LM_HEAD,
@@ -26,7 +26,7 @@ from metal_engine.checkpoints.draft_head_names import (
     head_files,
     no_head_error,
 )
-from metal_engine.checkpoints.draft_head_quantization import stored_quantization, without_fp8
+from metal_engine.checkpoints.draft_heads.quantization import stored_quantization, without_fp8
 from metal_engine.checkpoints.files import read_json
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line, short
 

@@ -1,4 +1,4 @@
-"""Lists and removes the models on this machine: those in the hub's cache, and the demo model."""
+"""Lists and removes the models on this machine: those in the cache of the hub, and the demo model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metal_engine.checkpoints.demo import demo_path
-from metal_engine.checkpoints.hub import cache_folder, cached_repos
-from metal_engine.checkpoints.names import DEMO_MODEL, HubName, did_you_mean, gguf_models, parse_hub_name
+from metal_engine.checkpoints.hub.repository import cache_folder, cached_repos
+from metal_engine.checkpoints.model_names import DEMO_MODEL, HubName, did_you_mean, gguf_models, parse_hub_name
 from metal_engine.errors import ModelLoadError, one_line
 
 if TYPE_CHECKING:

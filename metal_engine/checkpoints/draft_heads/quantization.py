@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from metal_engine.checkpoints.draft_head_names import FP8_SCALES
+from metal_engine.checkpoints.draft_heads.names import FP8_SCALES
 from metal_engine.errors import ModelLoadError, short
 
 # Blocks of published FP8 weights that have one scale, if the configuration names no other size.

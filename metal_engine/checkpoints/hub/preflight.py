@@ -14,9 +14,9 @@ from typing import Any
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.checkpoint import INDEX, StoredTensor
 from metal_engine.checkpoints.files import MAX_HEADER_BYTES, MAX_SETTINGS_BYTES
-from metal_engine.checkpoints.hub import HubRepo, read_range
-from metal_engine.checkpoints.names import DEFAULT_QUANTIZATION, GgufFile, HubName, gguf_models, matching_ggufs
-from metal_engine.checkpoints.requirements import CheckpointRequirements, facts_by_size
+from metal_engine.checkpoints.hub.repository import HubRepo, read_range
+from metal_engine.checkpoints.model_names import DEFAULT_QUANTIZATION, GgufFile, HubName, gguf_models, matching_ggufs
+from metal_engine.checkpoints.requirements import CheckpointRequirements, requirements_by_size
 from metal_engine.errors import ModelLoadError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -111,12 +111,12 @@ def read_remote_config(repo: HubRepo) -> dict[str, Any]:
     return config
 
 
-def estimated_facts(
+def estimated_requirements(
     repo: HubRepo, config: dict[str, Any], args: EngineArgs, device: DeviceInfo
 ) -> CheckpointRequirements:
-    """Estimate the facts of a checkpoint from the sizes of its weight files, without a request."""
+    """Estimate the requirements of a checkpoint from the sizes of its weight files, without a request."""
     stored = sum(repo.files[name].size for name in _weight_names(repo))
-    return facts_by_size(config, stored, args, device)
+    return requirements_by_size(config, stored, args, device)
 
 
 def remote_model_tensors(repo: HubRepo) -> list[StoredTensor]:

@@ -9,13 +9,20 @@ import json
 from pathlib import Path
 
 from metal_engine.checkpoints.checkpoint import INDEX
-from metal_engine.checkpoints.draft_head_names import HEAD_PATTERNS, find_head
+from metal_engine.checkpoints.draft_heads.names import HEAD_PATTERNS, find_head
 from metal_engine.checkpoints.files import MAX_HEADER_BYTES
 from metal_engine.checkpoints.find import fetch_repo
-from metal_engine.checkpoints.hub import HubRepo, cached_folder, cached_path, find_repo, is_offline, read_range
-from metal_engine.checkpoints.hub_download import download
-from metal_engine.checkpoints.hub_preflight import remote_tensors
-from metal_engine.checkpoints.names import HubName, is_local, parse_hub_name
+from metal_engine.checkpoints.hub.download import download
+from metal_engine.checkpoints.hub.preflight import remote_tensors
+from metal_engine.checkpoints.hub.repository import (
+    HubRepo,
+    cached_folder,
+    cached_path,
+    find_repo,
+    is_offline,
+    read_range,
+)
+from metal_engine.checkpoints.model_names import HubName, is_local, parse_hub_name
 from metal_engine.errors import ModelLoadError
 
 

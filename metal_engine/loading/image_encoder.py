@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from metal_engine.attention.choice import ChosenAttention
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.checkpoints.requirements import CheckpointRequirements
-    from metal_engine.model_opening import OpenedModel
+    from metal_engine.loading.opened_model import OpenedModel
     from metal_engine.models.multimodal.encoder import ImageEncoder
     from metal_engine.settings.args import EngineArgs
     from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo, VisionConfig
@@ -46,7 +46,7 @@ def warn_of_refusal(name: str, refusal: str) -> None:
 
 
 def find_vision(
-    args: EngineArgs, folder: Path, facts: CheckpointRequirements, device: DeviceInfo
+    args: EngineArgs, folder: Path, requirements: CheckpointRequirements, device: DeviceInfo
 ) -> VisionConfig | str:
     """Return the processing of images for a model, or the reason to refuse images, before the weights are read.
 
@@ -58,7 +58,7 @@ def find_vision(
     """
     from metal_engine.models.info import expected_model_info
 
-    refusal = image_refusal(facts.config, args)
+    refusal = image_refusal(requirements.config, args)
     if refusal is not None:
         return refusal
     try:
@@ -70,7 +70,7 @@ def find_vision(
     except Exception as error:  # the configuration is the checkpoint's
         logger.debug("reading the image processor of %s", args.model, exc_info=error)
         return f"its image processor cannot be used: {type(error).__name__}: {one_line(error)}"
-    info = expected_model_info(args.model, facts, args.kv_cache_dtype) if vision.bidirectional_layers else None
+    info = expected_model_info(args.model, requirements, args.kv_cache_dtype) if vision.bidirectional_layers else None
     return too_small_for_images(args, vision, info, device) or vision
 
 

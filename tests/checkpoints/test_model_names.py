@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from metal_engine.checkpoints.hub_preflight import choose_gguf
-from metal_engine.checkpoints.names import HubName, did_you_mean, gguf_models, parse_hub_name
+from metal_engine.checkpoints.hub.preflight import choose_gguf
+from metal_engine.checkpoints.model_names import HubName, did_you_mean, gguf_models, parse_hub_name
 from metal_engine.errors import ModelLoadError
 
 

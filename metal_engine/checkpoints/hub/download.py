@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from metal_engine.checkpoints.hub import HubRepo, cache_folder, cached_path
+from metal_engine.checkpoints.hub.repository import HubRepo, cache_folder, cached_path
 from metal_engine.errors import ModelLoadError
 from metal_engine.settings.fields import format_size
 

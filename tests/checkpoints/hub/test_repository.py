@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from metal_engine.build import check_before_loading
-from metal_engine.checkpoints import hub
+from metal_engine.checkpoints.hub import repository as hub
 from metal_engine.checkpoints.loader import load
 from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.loading.load_checks import check_before_loading
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from tests.support.checkpoint_files import CONFIG, VOCAB_SIZE, write_checkpoint, write_sparse_weights
@@ -50,7 +50,7 @@ def load_all(cases: list[dict[str, Any]]) -> list[list[Any]]:
 
 def load_in_a_child(cases: list[dict[str, Any]], **env: str) -> list[list[Any]]:
     """Load each case in a new process with these variables."""
-    code = "import json, sys; from tests.checkpoints.test_hub import load_all; "
+    code = "import json, sys; from tests.checkpoints.hub.test_repository import load_all; "
     code += "print(json.dumps(load_all(json.loads(sys.argv[1]))))"
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
     command = [sys.executable, "-c", code, json.dumps(cases)]

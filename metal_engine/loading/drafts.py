@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
-from metal_engine.model_opening import open_model
+from metal_engine.loading.opened_model import open_model
 from metal_engine.settings.fields import format_size
 from metal_engine.settings.resolve import check_kv_cache
 from metal_engine.settings.speculative import FLAG as SPECULATIVE
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from metal_engine.checkpoints.checkpoint import StoredTensor
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.checkpoints.requirements import CheckpointRequirements
-    from metal_engine.model_opening import OpenedModel
+    from metal_engine.loading.opened_model import OpenedModel
     from metal_engine.models.draft_head import PagedDraftHead
     from metal_engine.runner.drafting import Drafter
     from metal_engine.settings.args import EngineArgs
@@ -70,7 +70,7 @@ def find_head(args: EngineArgs) -> Path | None:
     Raises:
         ModelLoadError: there is no such head.
     """
-    from metal_engine.checkpoints.draft_head_sources import find_sidecar
+    from metal_engine.checkpoints.draft_heads.sources import find_sidecar
 
     config = speculative_config(args)
     if config is None or config.model is None or config.method not in _HEAD_METHODS:
@@ -90,7 +90,7 @@ def check_head(args: EngineArgs, place: Path) -> None:
     Raises:
         ModelLoadError: there is no draft head.
     """
-    from metal_engine.checkpoints.draft_head_names import has_head, no_head_error
+    from metal_engine.checkpoints.draft_heads.names import has_head, no_head_error
 
     config = speculative_config(args)
     if config is None or config.method != "mtp":
@@ -101,7 +101,7 @@ def check_head(args: EngineArgs, place: Path) -> None:
 
 
 def admit_head(
-    args: EngineArgs, folder: Path, head: Path | None, facts: CheckpointRequirements, device: DeviceInfo
+    args: EngineArgs, folder: Path, head: Path | None, requirements: CheckpointRequirements, device: DeviceInfo
 ) -> str | None:
     """Check by the headers of a draft head's files whether its weights fit beside the model's.
 
@@ -110,7 +110,7 @@ def admit_head(
     Args:
         folder: folder or GGUF file of the model.
         head: place of the draft head (:func:`find_head`); None for a head among the model's files.
-        facts: facts about the model, which fits on its own.
+        requirements: requirements of the model, which fits on its own.
 
     Returns:
         None. If the method is ``auto`` and the head does not fit, the reason.
@@ -119,7 +119,7 @@ def admit_head(
         ModelLoadError: the head does not fit, and the method is ``mtp``.
     """
     from metal_engine.checkpoints.checkpoint import OWN_WEIGHTS, stored_tensors
-    from metal_engine.checkpoints.draft_head_names import head_files
+    from metal_engine.checkpoints.draft_heads.names import head_files
 
     config = speculative_config(args)
     if config is None or config.method not in _HEAD_METHODS:
@@ -127,9 +127,9 @@ def admit_head(
     try:
         with _naming_the_head():
             files = head_files(folder if head is None else head)
-            # The facts about the model include all weights in its own files.
+            # The requirements of the model include all weights in its own files.
             if head is not None or not all(fnmatch(file.name, OWN_WEIGHTS) for file in files):
-                _check_memory(args, list(stored_tensors(files)), facts, device)
+                _check_memory(args, list(stored_tensors(files)), requirements, device)
     except ModelLoadError as error:
         if config.method == "mtp":
             raise
@@ -138,22 +138,22 @@ def admit_head(
 
 
 def _check_memory(
-    args: EngineArgs, tensors: list[StoredTensor], facts: CheckpointRequirements, device: DeviceInfo
+    args: EngineArgs, tensors: list[StoredTensor], requirements: CheckpointRequirements, device: DeviceInfo
 ) -> None:
     from metal_engine.checkpoints.requirements import head_bytes, memory_for_model
     from metal_engine.models.info import expected_model_info
 
-    num_bytes = head_bytes(tensors, facts, device)
+    num_bytes = head_bytes(tensors, requirements, device)
     if not num_bytes:
         return
-    available = memory_for_model(args, device) - facts.weight_bytes
+    available = memory_for_model(args, device) - requirements.weight_bytes
     its_weights = f"its weights take {format_size(num_bytes)}"
     if num_bytes > available:
         raise ModelLoadError(
             f"{its_weights}, and {format_size(available)} remain beside the model's; remove {SPECULATIVE}, or use a "
             "smaller head or model"
         )
-    info = expected_model_info(args.model, facts, args.kv_cache_dtype)
+    info = expected_model_info(args.model, requirements, args.kv_cache_dtype)
     if info is None:
         return
     try:
@@ -189,12 +189,12 @@ def load_drafts(
     if config is None or config.method == "ngram":
         return Drafts()
     if config.method == "draft_model":
-        return _load_draft_model(config, args, target, opened, device, choice)
+        return _load_draft_model(config, args, target, device, choice)
     place = target.path if head is None else head
     name = config.model or f"the draft head of {target.name}"
     if config.method == "mtp":
         return _load_head(name, place, target, opened, device)
-    from metal_engine.checkpoints.draft_head_names import has_head
+    from metal_engine.checkpoints.draft_heads.names import has_head
 
     if refusal is None:
         try:
@@ -224,12 +224,7 @@ def _naming_the_head() -> Iterator[None]:
 
 
 def _load_draft_model(
-    config: SpeculativeConfig,
-    args: EngineArgs,
-    target: LoadedModel,
-    opened: OpenedModel,
-    device: DeviceInfo,
-    choice: BackendChoice,
+    config: SpeculativeConfig, args: EngineArgs, target: LoadedModel, device: DeviceInfo, choice: BackendChoice
 ) -> Drafts:
     """Load a draft model.
 
@@ -238,14 +233,14 @@ def _load_draft_model(
         ConfigError: the draft model does not fit the model.
     """
     from metal_engine.checkpoints import loader
-    from metal_engine.distributed.ranks import Ranks
+    from metal_engine.distributed.ranks import SingleRank
     from metal_engine.models.info import expected_model_info
 
     assert config.model is not None
     draft_args = replace(args, model=config.model, revision=config.revision, tokenizer=None, speculative_config=None)
 
-    def check(facts: CheckpointRequirements) -> None:
-        info = expected_model_info(draft_args.model, facts, args.kv_cache_dtype)
+    def check(requirements: CheckpointRequirements) -> None:
+        info = expected_model_info(draft_args.model, requirements, args.kv_cache_dtype)
         if info is not None:
             check_draft_model(info)
 
@@ -255,7 +250,7 @@ def _load_draft_model(
 
     try:
         loaded = loader.load(draft_args, device, check, check_tokenizer=check_tokenizer)
-        draft = open_model(draft_args, loaded, choice, Ranks())
+        draft = open_model(draft_args, loaded, choice, SingleRank())
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
     except ConfigError as error:
@@ -292,7 +287,7 @@ def _load_head(name: str, place: Path, target: LoadedModel, opened: OpenedModel,
     from mlx.utils import tree_flatten
     from mlx_lm.utils import get_total_parameters
 
-    from metal_engine.checkpoints.draft_heads import read_head
+    from metal_engine.checkpoints.draft_heads.weights import read_head
     from metal_engine.models.draft_head import PagedDraftHead, load_head
 
     paged = opened.paged

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp import Qwen3_5MTPDraftModel
 
-from metal_engine.checkpoints.draft_heads import read_head
+from metal_engine.checkpoints.draft_heads.weights import read_head
 from metal_engine.errors import ModelLoadError
 from metal_engine.models.draft_head import DraftHead, load_head
 from tests.support.draft_heads import random_head

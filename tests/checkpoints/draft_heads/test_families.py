@@ -19,7 +19,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from metal_engine.checkpoints.draft_heads import read_head
+from metal_engine.checkpoints.draft_heads.weights import read_head
 from metal_engine.errors import ModelLoadError
 from metal_engine.models.draft_head import DraftHead, load_head
 from metal_engine.runner.head_drafter import HeadDrafter

@@ -17,11 +17,11 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import quantize_model
 
-from metal_engine.build import build_engine
 from metal_engine.checkpoints import image_encoders, loader
 from metal_engine.checkpoints.image_encoders import ENCODERS, image_refusal
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.errors import ConfigError, PromptError
+from metal_engine.loading.build import build_engine
 from metal_engine.lora_adapter import Adapter
 from metal_engine.models.multimodal import mlx_vlm_encoder
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
@@ -231,10 +231,10 @@ def test_an_encoder_that_does_not_work(
     write_vision_checkpoint(tmp_path / "m", QWEN3_VL)
     tiny_vision("qwen3_vl")  # has a working encoder
     spoil(tmp_path / "m", monkeypatch)
-    with caplog.at_level(logging.WARNING, logger="metal_engine.image_encoder_loading"):
+    with caplog.at_level(logging.WARNING, logger="metal_engine.loading.image_encoder"):
         _, refusal = refused(tmp_path / "m")
     assert reason in refusal
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "metal_engine.image_encoder_loading"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "metal_engine.loading.image_encoder"]
     assert "serves text, and refuses images" in line and reason in line
 
 

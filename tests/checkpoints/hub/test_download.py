@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import scan_cache_dir
 
-from metal_engine.checkpoints import hub_download
-from metal_engine.checkpoints.cache import cached_models, plan_removal
+from metal_engine.checkpoints.cached_models import cached_models, plan_removal
 from metal_engine.checkpoints.find import fetch_model
-from metal_engine.checkpoints.hub import find_repo
-from metal_engine.checkpoints.names import parse_hub_name
+from metal_engine.checkpoints.hub import download as hub_download
+from metal_engine.checkpoints.hub.repository import find_repo
+from metal_engine.checkpoints.model_names import parse_hub_name
 from metal_engine.errors import ModelLoadError
 from tests.support.fake_hub import FakeHub, Repo, asked_hub
 

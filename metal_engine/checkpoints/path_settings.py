@@ -1,4 +1,4 @@
-"""Checks model names and paths in the settings: model, tokenizer and generation config.
+"""Checks the settings that may name a path: model, tokenizer and generation config.
 
 Imports neither MLX nor transformers, so a wrong path is reported before these slow imports.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from metal_engine.checkpoints.checkpoint import read_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
-from metal_engine.checkpoints.names import DEMO_MODEL, is_local, is_ollama_name
+from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local, is_ollama_name
 from metal_engine.errors import ConfigError, ModelLoadError
 
 

@@ -13,9 +13,9 @@ from huggingface_hub import constants
 from mlx.utils import tree_flatten
 from typer.testing import CliRunner, Result
 
-from metal_engine.checkpoints.draft_head_names import head_files
-from metal_engine.checkpoints.draft_head_sources import find_sidecar
-from metal_engine.checkpoints.draft_heads import read_head
+from metal_engine.checkpoints.draft_heads.names import head_files
+from metal_engine.checkpoints.draft_heads.sources import find_sidecar
+from metal_engine.checkpoints.draft_heads.weights import read_head
 from metal_engine.cli.main import app
 from metal_engine.errors import ModelLoadError
 from tests.support.checkpoint_files import CONFIG, write_checkpoint

@@ -11,9 +11,9 @@ import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.requirements import CheckpointRequirements
+from metal_engine.loading.step_estimate import estimate_step_bytes
 from metal_engine.models.info import expected_model_info
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.runner.step_estimate import estimate_step_bytes
 from metal_engine.runner.step_memory import measure_step_bytes
 from metal_engine.settings.config import DeviceInfo, ModelInfo
 from tests.support.sweeps import sweep
