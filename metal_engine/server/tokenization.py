@@ -83,10 +83,10 @@ def add_tokenization_routes(app: FastAPI, models: Models) -> None:
     @app.post("/tokenize", tags=["tokens"], response_model=Tokens)
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         served = await models.use(request, body.model)
-        num_bytes = len(await request.body())
-        tokens, images = await served.workers.run(Weight.of(num_bytes), _tokens, served, body)
-        tokens = await with_image_tokens(served, images, num_bytes, tokens)
-        data = await served.workers.run(Weight.of(num_bytes), _answer, served, body, tokens)
+        weight = Weight.of(len(await request.body()))
+        tokens, images = await served.workers.run(weight, _tokens, served, body)
+        tokens = await with_image_tokens(served, images, weight, tokens)
+        data = await served.workers.run(weight, _answer, served, body, tokens)
         return Response(data, media_type="application/json")
 
     @app.post("/detokenize", tags=["tokens"])

@@ -33,10 +33,10 @@ def add_anthropic_routes(app: FastAPI, models: Models, answer: Answerer) -> None
     @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
     async def count_tokens(body: protocol.CountTokensBody, request: Request) -> protocol.TokenCount:
         with renaming(protocol.RENAMED):
-            num_bytes = len(await request.body())
+            weight = Weight.of(len(await request.body()))
             served = await models.use(request, body.model)
-            prompt, images = await served.workers.run(Weight.of(num_bytes), _tokens, served, body)
-            prompt = await with_image_tokens(served, images, num_bytes, prompt)
+            prompt, images = await served.workers.run(weight, _tokens, served, body)
+            prompt = await with_image_tokens(served, images, weight, prompt)
             return protocol.TokenCount(input_tokens=len(prompt))
 
 

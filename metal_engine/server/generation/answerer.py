@@ -62,7 +62,6 @@ class Answerer:
         body: BodyT,
         late: LateErrors | None = OPENAI_ERRORS,
         *,
-        num_earlier_characters: int = 0,
         request_id: str | None = None,
     ) -> Response:
         """Return the response to a request.
@@ -74,14 +73,12 @@ class Answerer:
             endpoint: function that creates the endpoint for a model.
             late: format of errors in streams that begin before the model is loaded. None for streams that are not event
                 streams: they begin after the model is loaded.
-            num_earlier_characters: number of characters in the prompt that are not from the request's body.
             request_id: id of the response; None for a new one.
         """
         response_id = request_id or f"{kind.id_prefix}-{uuid.uuid4().hex}"
-        num_bytes = len(await request.body()) + num_earlier_characters
 
         async def answer(served: ServedModel) -> Response:
-            return await self._answer(served, endpoint(served), body, num_bytes, response_id)
+            return await self._answer(request, served, endpoint(served), body, response_id)
 
         if body.stream and late is not None and not self.models.is_ready(body.model):
             return self.stream(self._when_loaded(request, body.model, answer, late), response_id)
@@ -117,9 +114,9 @@ class Answerer:
                 yield data
 
     async def _answer(
-        self, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int, request_id: str
+        self, request: Request, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, request_id: str
     ) -> Response:
-        generation = await prepare(served, endpoint, body, num_bytes, request_id)
+        generation = await prepare(request, served, endpoint, body, request_id)
         if body.stream:
             return self.stream(stream_events(generation, endpoint, body), request_id, endpoint.stream_media_type)
         await generation.finish()

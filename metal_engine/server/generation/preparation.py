@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from pydantic import BaseModel
+from starlette.requests import Request
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import AnswerReader
@@ -117,6 +118,8 @@ class Endpoint(ABC, Generic[BodyT]):
     """True if the response can contain more than one output for a prompt."""
     stream_media_type = EVENT_STREAM
     """Media type of a stream. Only event streams get keep-alive comments."""
+    num_earlier_characters = 0
+    """Number of characters in the prompt that are not from the request's body."""
 
     def image_sources(self, body: BodyT) -> list[ImageSource]:
         """Return the images of the prompt, in order. Raises APIError for a malformed image.
@@ -190,12 +193,13 @@ class Endpoint(ABC, Generic[BodyT]):
 
 
 async def prepare(
-    served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int, request_id: str
+    request: Request, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, request_id: str
 ) -> Generation:
     """Validate a request for a model and create its generation. Does not submit anything to the engine.
 
     Args:
-        num_bytes: size of the data that the prompt is made of, in bytes.
+        request: request of the client, whose body has been read.
+        body: body for the endpoint. May be converted from the client's body.
         request_id: id of the response.
 
     Raises:
@@ -207,8 +211,9 @@ async def prepare(
     if engine.error is not None:
         raise engine_dead(engine.error)
     # Long prompts, many parameters and large grammars take long, so this work must not block the event loop.
-    images = await load_images(served, endpoint.image_sources(body), num_bytes)
-    preparation, weight = _Preparation(served, endpoint, body, images), Weight.of(num_bytes)
+    weight = Weight.of(len(await request.body()) + endpoint.num_earlier_characters)
+    images = await load_images(served, endpoint.image_sources(body), weight)
+    preparation = _Preparation(served, endpoint, body, images)
     await served.workers.run(weight, preparation.begin)
     if preparation.needs_grammar:
         await served.workers.run(Weight.COMPILING, preparation.compile)

@@ -39,9 +39,9 @@ def add_response_routes(
             earlier = store.conversation(body.previous_response_id)
             num_earlier = store.num_characters(body.previous_response_id or "")
             num_bytes = len(await request.body()) + num_earlier
-            chat, asked = await models.workers.run_if_large(num_bytes, read_request, body, earlier)
+            chat, asked = await models.workers.run_if_large(num_bytes, read_request, body, earlier, num_earlier)
             if asked.in_background:
-                started, log = await background.start(request, chat, asked, num_bytes)
+                started, log = await background.start(request, chat, asked)
                 if asked.is_streamed:
                     return answer.stream(log.read(), started.id)
                 return JSONResponse(started.response.model_dump())
@@ -50,15 +50,7 @@ def add_response_routes(
             def endpoint(served: ServedModel) -> ResponsesEndpoint:
                 return ResponsesEndpoint(served, store, state)
 
-            return await answer(
-                request,
-                ResponsesEndpoint,
-                endpoint,
-                chat,
-                _LATE_ERRORS,
-                num_earlier_characters=num_earlier,
-                request_id=state.id,
-            )
+            return await answer(request, ResponsesEndpoint, endpoint, chat, _LATE_ERRORS, request_id=state.id)
 
     @app.get(
         "/v1/responses/{response_id}", tags=["responses"], response_model=responses_protocol.Response, responses=EVENTS
