@@ -17,10 +17,10 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ConfigError, LoadCancelledError, ModelLoadError, ModelTooLargeError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelEntry
 from metal_engine.model_pool.registry import ModelRegistry, RegistryClosedError
-from metal_engine.server.errors import APIError, model_not_found, shutting_down
+from metal_engine.server.errors import APIError, model_not_found, shutting_down, unavailable
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
-from metal_engine.server.generation.queue_limit import RETRY_AFTER_SECONDS, QueueLimit, overloaded
+from metal_engine.server.generation.queue_limit import QueueLimit, overloaded
 from metal_engine.server.logs import Notices
 from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ANY_NAME, ServerArgs
@@ -342,8 +342,7 @@ def load_errors_as_api_errors() -> Iterator[None]:
     except ModelTooLargeError as error:
         raise APIError(400, str(error), param="model", code="model_too_large") from error
     except LoadCancelledError as error:
-        headers = {"retry-after": str(RETRY_AFTER_SECONDS)}
-        raise APIError(503, str(error), param="model", code="model_unloaded", headers=headers) from error
+        raise unavailable(str(error), code="model_unloaded", param="model") from error
     except (ModelLoadError, ConfigError) as error:
         raise APIError(500, str(error), param="model", code="model_load_failed") from error
     except RegistryClosedError as error:
