@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from metal_engine.answers.deltas import AnswerDelta, assemble
 from metal_engine.answers.tool_faults import faulty_tool
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
 from metal_engine.errors import ParameterError
-from metal_engine.json_values import num_characters
 from metal_engine.media.sources import ImageSource
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import invalid, invalid_prompt
@@ -29,6 +28,7 @@ from metal_engine.server.openai.template_messages import (
 )
 from metal_engine.server.protocol import ChatCompletionBody, NamedToolChoice
 from metal_engine.server.response_bodies import AssistantMessage, ChatFinishReason, FunctionCall, ToolCall
+from metal_engine.server.tool_limit import checked_tools
 from metal_engine.text.long_text import TextTooLongError
 from metal_engine.text.tokenizer import Tokenizer
 
@@ -49,26 +49,6 @@ _REORDERED = (
 _BILLING_LINES = re.compile(
     r"(?:\s{0,64}+x-anthropic-billing-header:[^\n]{0,4096}+(?:\n|\Z)){1,8}+[\r\n]{0,64}+", re.IGNORECASE
 )
-# Maximum number of characters of all tools. Templates and schemas encode all tools as JSON in one call, which takes
-# 10 ms, and 40 MiB if a character is beyond U+FFFF.
-MAX_TOOL_CHARACTERS = 1 << 21
-
-
-def checked_tools(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools as a list. Raise APIError, a 400, if they have too many characters together.
-
-    Stops at the tool that exceeds the limit. Ten thousand tools at once would take long to free, and the garbage
-    collector would block all threads while it scans them.
-    """
-    checked = []
-    left = MAX_TOOL_CHARACTERS
-    for tool in tools:
-        left -= num_characters(tool)
-        if left < 0:
-            problem = f" may have {MAX_TOOL_CHARACTERS} characters together, where each value counts 64 more"
-            raise invalid(problem, where="tools")
-        checked.append(tool)
-    return checked
 
 
 def without_billing_line(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
