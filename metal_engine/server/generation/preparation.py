@@ -30,7 +30,7 @@ from metal_engine.server.generation.queue_limit import QueueLimit, overloaded
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
 from metal_engine.server.generation.schema_errors import with_place
 from metal_engine.server.generation.streaming import EVENT_STREAM, sse
-from metal_engine.server.logs import Notices
+from metal_engine.server.logs import UniqueWarnings
 from metal_engine.server.protocol import GenerationBody, KVTransferParams
 from metal_engine.server.usage import Usage
 from metal_engine.server.workers import Weight, Workers
@@ -78,7 +78,7 @@ class ServedModel:
     any_name: bool = False
     allowed_media_domains: tuple[str, ...] = ()
     adapter: Adapter | None = None
-    notices: Notices = field(default_factory=Notices)
+    warnings: UniqueWarnings = field(default_factory=UniqueWarnings)
 
     @property
     def tokenizer_beyond_context(self) -> Tokenizer:

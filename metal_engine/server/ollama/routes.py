@@ -10,11 +10,11 @@ from starlette.responses import JSONResponse, Response
 
 from metal_engine.server.embeddings.pooling import pooling_request
 from metal_engine.server.errors import APIError, renaming
-from metal_engine.server.generation.answerer import Answerer
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
+from metal_engine.server.generation.response_runner import ResponseRunner
 from metal_engine.server.ollama import models, protocol
-from metal_engine.server.ollama.answers import NDJSON, OllamaChat, OllamaGenerate, OllamaRaw, timestamp
 from metal_engine.server.ollama.embeddings import create_embed, create_embedding
+from metal_engine.server.ollama.endpoints import NDJSON, OllamaChat, OllamaGenerate, OllamaRaw, timestamp
 from metal_engine.server.ollama.requests import RENAMED, RawBody, RequestReader
 from metal_engine.server.status.routes import get_and_head
 
@@ -30,7 +30,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": protocol.Ollama
 _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {NDJSON: {}}}, **_ERRORS}
 
 
-def add_ollama_routes(app: FastAPI, all_models: Models, answer: Answerer) -> None:
+def add_ollama_routes(app: FastAPI, all_models: ModelProvider, runner: ResponseRunner) -> None:
     reader = RequestReader()
 
     def named(body: protocol.OllamaBody | protocol.OllamaEmbedBody | protocol.OllamaEmbeddingsBody) -> str:
@@ -50,7 +50,7 @@ def add_ollama_routes(app: FastAPI, all_models: Models, answer: Answerer) -> Non
             num_bytes = len(await request.body())
             served = await all_models.use(request, body.model)
             chat = await served.workers.run_if_large(num_bytes, reader.chat, served, body)
-            return await answer(request, OllamaChat, lambda model: OllamaChat(model, name), chat, None)
+            return await runner.run(request, OllamaChat, lambda model: OllamaChat(model, name), chat, None)
 
     @app.post("/api/generate", tags=["ollama"], response_model=protocol.GenerateAnswer, responses=_ANSWERS)
     async def ollama_generate(body: protocol.OllamaGenerateBody, request: Request) -> Response:
@@ -63,8 +63,8 @@ def add_ollama_routes(app: FastAPI, all_models: Models, answer: Answerer) -> Non
             served = await all_models.use(request, body.model)
             made = await served.workers.run_if_large(num_bytes, reader.generate, served, body)
             if isinstance(made, RawBody):
-                return await answer(request, OllamaRaw, lambda _: OllamaRaw(name), made, None)
-            return await answer(request, OllamaGenerate, lambda model: OllamaGenerate(model, name), made, None)
+                return await runner.run(request, OllamaRaw, lambda _: OllamaRaw(name), made, None)
+            return await runner.run(request, OllamaGenerate, lambda model: OllamaGenerate(model, name), made, None)
 
     @app.post("/api/embed", tags=["ollama"], response_model=protocol.EmbedAnswer, responses=_ERRORS)
     async def ollama_embed(body: protocol.OllamaEmbedBody, request: Request) -> Response:
@@ -89,7 +89,7 @@ def _loaded(kind: type[protocol.OllamaAnswer], name: str, **fields: Any) -> Resp
     return JSONResponse(answer.model_dump())
 
 
-def _add_model_routes(app: FastAPI, all_models: Models) -> None:
+def _add_model_routes(app: FastAPI, all_models: ModelProvider) -> None:
     started_at = timestamp(time.time())
 
     @get_and_head(app, "/api/tags", tags=["ollama"], responses=_ERRORS)

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 from starlette.requests import Request
 
 from metal_engine.server.errors import APIError, invalid, renaming, shutting_down, to_api_error
-from metal_engine.server.generation.answerer import stream_events
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
 from metal_engine.server.generation.preparation import prepare
+from metal_engine.server.generation.response_runner import stream_events
 from metal_engine.server.openai.event_log import EventLog
 from metal_engine.server.openai.response_state import AskedResponse, ResponseState
 from metal_engine.server.openai.response_store import ResponseStore
@@ -60,7 +60,7 @@ class BackgroundResponses:
         num_ended: number of responses that ended, by model and status.
     """
 
-    def __init__(self, models: Models, store: ResponseStore) -> None:
+    def __init__(self, models: ModelProvider, store: ResponseStore) -> None:
         self._models = models
         self._store = store
         # Weak keys: entries of responses that the store has dropped disappear.

@@ -81,7 +81,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
         self._format = served.answer_format
         self._auto_tool_choice = served.auto_tool_choice
         self._tool_grammar = served.tool_grammar
-        self._notices = served.notices
+        self._warnings = served.warnings
         self._streams = False
         self._hides_reasoning = False
         self._budget: int | None = None  # maximum number of tokens of the reasoning
@@ -99,9 +99,9 @@ class Conversation(Endpoint[ChatCompletionBody]):
         self._hides_reasoning = options.is_hidden
         flags = {**template_kwargs(body, options, tokenizer), **template_flags(body)}
         if ignores_effort(options, tokenizer):
-            self._notices.once(logger, _EFFORT)
+            self._warnings.log(logger, _EFFORT)
         if options.budget and self._format.reasoning is None:
-            self._notices.once(logger, _BUDGET)
+            self._warnings.log(logger, _BUDGET)
         if plan.shown:
             flags["tools"] = plan.shown
         try:
@@ -109,10 +109,10 @@ class Conversation(Endpoint[ChatCompletionBody]):
             sent = template_messages(body.messages, plan.instructions, tokenizer=tokenizer, parser=parser)
             messages = without_billing_line(sent)
             if messages is not sent:
-                self._notices.once(logger, _DROPPED)
+                self._warnings.log(logger, _DROPPED)
             ordered = in_accepted_order(messages, tokenizer.message_rules)
             if ordered is not messages:
-                self._notices.once(logger, _REORDERED)
+                self._warnings.log(logger, _REORDERED)
             prompt = tokenizer.apply_chat_template(ordered, **flags)
         except TextTooLongError as error:
             # All other arguments of a template are variables of the client.
@@ -143,7 +143,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
             placed = self._with_client_place(error)
             raise invalid(f" {placed.message}", where=placed.name) from error
         if plan.prompted and not plan.forced:
-            self._notices.once(logger, _TOOLS_IN_PROMPT)
+            self._warnings.log(logger, _TOOLS_IN_PROMPT)
         if plan.asked_for and body.structured_outputs:
             problem = ' and tool_choice "required", or naming a function, exclude each other'
             raise invalid(problem, where="structured_outputs")
