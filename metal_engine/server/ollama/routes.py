@@ -8,15 +8,17 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from metal_engine.server.embeddings.pooling import pooling_request
+from metal_engine.server.embeddings.embeddings import FEW, MAX_NUMBERS, vectors_json
+from metal_engine.server.embeddings.pooling import Pooled, PoolingRequest, embed, pooling_request
 from metal_engine.server.errors import APIError, renaming
 from metal_engine.server.generation.model_provider import ModelProvider
 from metal_engine.server.generation.response_runner import ResponseRunner
+from metal_engine.server.json_parts import JSONParts
 from metal_engine.server.ollama import models, protocol
-from metal_engine.server.ollama.embeddings import create_embed, create_embedding
 from metal_engine.server.ollama.endpoints import NDJSON, OllamaChat, OllamaGenerate, OllamaRaw, timestamp
 from metal_engine.server.ollama.requests import RENAMED, RawBody, RequestReader
 from metal_engine.server.status.routes import get_and_head
+from metal_engine.server.workers import Weight
 
 # Version of Ollama that has this API. Clients compare it with the version that introduced a feature.
 API_VERSION = "0.12.0"
@@ -70,14 +72,14 @@ def add_ollama_routes(app: FastAPI, all_models: ModelProvider, runner: ResponseR
     async def ollama_embed(body: protocol.OllamaEmbedBody, request: Request) -> Response:
         name = named(body)
         served = await all_models.use(request, body.model)
-        data = await create_embed(await pooling_request(served, request, body), body, name)
+        data = await _embed(await pooling_request(served, request, body), body, name)
         return Response(data, media_type="application/json")
 
     @app.post("/api/embeddings", tags=["ollama"], response_model=protocol.EmbeddingsAnswer, responses=_ERRORS)
     async def ollama_embeddings(body: protocol.OllamaEmbeddingsBody, request: Request) -> Response:
         named(body)
         served = await all_models.use(request, body.model)
-        data = await create_embedding(await pooling_request(served, request, body), body)
+        data = await _embedding(await pooling_request(served, request, body), body)
         return Response(data, media_type="application/json")
 
     _add_model_routes(app, all_models)
@@ -87,6 +89,52 @@ def _loaded(kind: type[protocol.OllamaAnswer], name: str, **fields: Any) -> Resp
     """Return the response to a request that only loads or unloads a model. The model is loaded, and stays loaded."""
     answer = kind(model=name, created_at=timestamp(time.time()), done=True, done_reason="load", **fields)
     return JSONResponse(answer.model_dump())
+
+
+async def _embed(pooling: PoolingRequest, body: protocol.OllamaEmbedBody, name: str) -> bytes:
+    """Return the response of ``/api/embed`` as JSON. ``name`` is the client's name of the model.
+
+    Raises:
+        APIError: the inputs cannot be embedded.
+    """
+    started = time.monotonic()
+    inputs = [body.input] if isinstance(body.input, str) else body.input or []
+    vectors, num_tokens = await _vectors(pooling, inputs, "input", body.dimensions)
+    parts = JSONParts()
+    answer = protocol.EmbedAnswer(
+        model=name,
+        embeddings=parts.add(b"[" + b",".join(vectors) + b"]"),
+        total_duration=round((time.monotonic() - started) * 1e9),
+        prompt_eval_count=num_tokens,
+    )
+    return parts.encode(answer)
+
+
+async def _embedding(pooling: PoolingRequest, body: protocol.OllamaEmbeddingsBody) -> bytes:
+    """Return the response of ``/api/embeddings`` as JSON. Raises as :func:`_embed`."""
+    inputs = [] if body.prompt is None else [body.prompt]
+    vectors, _ = await _vectors(pooling, inputs, "prompt")
+    parts = JSONParts()
+    return parts.encode(protocol.EmbeddingsAnswer(embedding=parts.add(vectors[0] if vectors else b"[]")))
+
+
+async def _vectors(
+    pooling: PoolingRequest, inputs: list[str], field: str, dimensions: int | None = None
+) -> tuple[list[bytes], int]:
+    """Return the vectors as JSON, and the number of tokens.
+
+    An empty list and a single empty text have no vectors. Clients send them only to load a model.
+    """
+    if inputs in ([], [""]):
+        return [], 0
+    pooled = await embed(pooling, list(inputs), dimensions=dimensions, field=field, max_values=MAX_NUMBERS)
+    if sum(vector.size for vector in pooled.vectors) <= FEW:
+        return _encoded(pooled), pooled.num_prompt_tokens
+    return await pooling.served.workers.run(Weight.HEAVY, _encoded, pooled), pooled.num_prompt_tokens
+
+
+def _encoded(pooled: Pooled) -> list[bytes]:
+    return list(vectors_json(pooled))
 
 
 def _add_model_routes(app: FastAPI, all_models: ModelProvider) -> None:
