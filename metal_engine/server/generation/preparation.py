@@ -65,6 +65,7 @@ class ServedModel:
         any_name: True if the model also serves requests with any other name.
         allowed_media_domains: hosts from which images may be downloaded.
         adapter: LoRA adapter that requests use; None to use the model alone.
+        warnings: log of warnings about requests to the model.
     """
 
     engine: AsyncEngine

@@ -27,7 +27,7 @@ from metal_engine.server.openai.template_messages import (
     template_messages,
 )
 from metal_engine.server.protocol import ChatCompletionBody, NamedToolChoice
-from metal_engine.server.response_bodies import AssistantMessage, ChatFinishReason, FunctionCall, ToolCall
+from metal_engine.server.response_bodies import AssistantMessage, ChatFinishReason, ChatToolCall, FunctionCall
 from metal_engine.server.tool_limit import checked_tools
 from metal_engine.text.long_text import TextTooLongError
 from metal_engine.text.tokenizer import Tokenizer
@@ -197,7 +197,7 @@ def message_of(deltas: list[AnswerDelta]) -> AssistantMessage:
     """Assemble the deltas of a complete output to a message."""
     answer = assemble(deltas)
     calls = [
-        ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+        ChatToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
         for call in answer.tool_calls
     ]
     return AssistantMessage(
