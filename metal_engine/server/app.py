@@ -16,10 +16,10 @@ from metal_engine.errors import ConfigError
 from metal_engine.server.anthropic.routes import add_anthropic_routes
 from metal_engine.server.embeddings.routes import add_pooling_routes
 from metal_engine.server.errors import install_error_handlers
-from metal_engine.server.generation.answerer import Answerer
-from metal_engine.server.generation.models import Models, MultiModel, SingleModel, served_model
+from metal_engine.server.generation.model_provider import ModelProvider, MultiModel, SingleModel, served_model
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.generation.response_runner import ResponseRunner
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.lora import add_lora_routes
 from metal_engine.server.middleware.gate import limit_body, only_probes_if_spare, require_api_key
@@ -62,7 +62,7 @@ def create_app(
     return app_of(SingleModel(served), args)
 
 
-def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -> FastAPI:
+def app_of(models: ModelProvider, args: ServerArgs, discover: Discover | None = None) -> FastAPI:
     """Create the application for one or several models. The caller must shut the models down.
 
     Args:
@@ -84,11 +84,11 @@ def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -
     app.state.models, app.state.workers = models, models.workers
     lifecycle = app.state.lifecycle = Lifecycle(models.cut_requests, models.workers)
     metrics = ServerMetrics(models)
-    answer = Answerer(models, args.sse_keep_alive)
-    add_openai_routes(app, answer)
-    add_response_routes(app, models, answer, ResponseStore(args.max_stored_responses), lifecycle, metrics)
-    add_anthropic_routes(app, models, answer)
-    add_ollama_routes(app, models, answer)
+    runner = ResponseRunner(models, args.sse_keep_alive)
+    add_openai_routes(app, runner)
+    add_response_routes(app, models, runner, ResponseStore(args.max_stored_responses), lifecycle, metrics)
+    add_anthropic_routes(app, models, runner)
+    add_ollama_routes(app, models, runner)
     add_pooling_routes(app, models)
     add_tokenization_routes(app, models)
     add_model_routes(app, models, discover)

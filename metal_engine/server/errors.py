@@ -125,13 +125,35 @@ def model_not_loaded() -> APIError:
     return APIError(503, problem, param="model", code="model_not_loaded")
 
 
+OVERLOADED = "overloaded"
 SHUTTING_DOWN = "shutting_down"
+# Default Retry-After. A full queue may have free places after a few steps. Clients increase their delay by themselves.
+_RETRY_AFTER_SECONDS = 1
+
+
+def unavailable(
+    message: str,
+    *,
+    code: str = OVERLOADED,
+    param: str | None = None,
+    retry_after: int = _RETRY_AFTER_SECONDS,
+    closes: bool = False,
+) -> APIError:
+    """Return an error with status 503 and ``Retry-After``, for a request that may succeed later.
+
+    Args:
+        retry_after: delay in seconds after which the client may send the request again.
+        closes: True if the connection is closed after the response.
+    """
+    headers = {"retry-after": str(retry_after)}
+    if closes:
+        headers["connection"] = "close"
+    return APIError(503, message, code=code, param=param, headers=headers)
 
 
 def shutting_down() -> APIError:
     """Return an error with status 503 for a request that arrives during shutdown, or is still queued when it begins."""
-    headers = {"connection": "close", "retry-after": "1"}
-    return APIError(503, "the server is shutting down", code=SHUTTING_DOWN, headers=headers)
+    return unavailable("the server is shutting down", code=SHUTTING_DOWN, closes=True)
 
 
 def engine_dead(error: BaseException) -> APIError:

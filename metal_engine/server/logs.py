@@ -13,7 +13,7 @@ from typing import Any
 current_request: ContextVar[dict[str, Any] | None] = ContextVar("current_request", default=None)
 
 
-def note(**fields: Any) -> None:
+def add_log_fields(**fields: Any) -> None:
     """Add fields to the log line that is written at the end of the current request."""
     request = current_request.get()
     if request is not None:
@@ -50,17 +50,17 @@ class JSONFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class Notices:
-    """Writes each message to the log once. Thread-safe."""
+class UniqueWarnings:
+    """Log of warnings that has each message once. Thread-safe."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._lock = threading.Lock()
 
-    def once(self, logger: logging.Logger, message: str) -> None:
-        """Log a message, unless it has been logged before. Messages must be constants, so their number is limited."""
+    def log(self, logger: logging.Logger, message: str) -> None:
+        """Log a warning, unless it has been logged before. Messages must be constants, so their number is limited."""
         with self._lock:
-            is_new = message not in self._said
-            self._said.add(message)
+            is_new = message not in self._logged
+            self._logged.add(message)
         if is_new:
             logger.warning(message)

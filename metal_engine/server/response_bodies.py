@@ -97,7 +97,7 @@ class FunctionCall(BaseModel):
     arguments: str
 
 
-class ToolCall(BaseModel):
+class ChatToolCall(BaseModel):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -112,7 +112,7 @@ class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    tool_calls: list[ToolCall] | None = Field(default=None, exclude_if=lambda value: value is None)
+    tool_calls: list[ChatToolCall] | None = Field(default=None, exclude_if=lambda value: value is None)
     reasoning: str | None = Field(default=None, exclude_if=lambda value: value is None)
     reasoning_content: str | None = Field(default=None, exclude_if=lambda value: value is None)
 

@@ -29,12 +29,12 @@ from metal_engine.server.connections.acceptor import Acceptor
 from metal_engine.server.connections.connection import Connection
 from metal_engine.server.connections.limits import ConnectionLimits
 from metal_engine.server.connections.registry import Connections
-from metal_engine.server.generation.models import Models, MultiModel
+from metal_engine.server.generation.model_provider import ModelProvider, MultiModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.listen import Listener
 from metal_engine.server.status.registry_routes import Discover
 from metal_engine.server.status.stats_log import log_stats
-from metal_engine.server.upkeep import keep_up
+from metal_engine.server.upkeep import run_upkeep
 from metal_engine.server.workers import Workers
 from metal_engine.settings.server_args import ServerArgs
 
@@ -72,7 +72,7 @@ class Server(uvicorn.server.Server):
     def __init__(
         self,
         app: FastAPI,
-        models: Models,
+        models: ModelProvider,
         *,
         prepare: Callable[[], Awaitable[None]] | None = None,
         shutdown_timeout: float = 30.0,
@@ -129,7 +129,7 @@ class Server(uvicorn.server.Server):
         self.servers = cast(list[Any], acceptors)
         self.started = True
         self._spawn(self._watch_engine())
-        self._spawn(keep_up(self._lifecycle, self._models.workers, self._models.release_memory))
+        self._spawn(run_upkeep(self._lifecycle, self._models.workers, self._models.release_memory))
         if self._log_stats_interval:
             self._spawn(log_stats(self._models, self._log_stats_interval))
         self._on_ready()
@@ -240,7 +240,7 @@ def run_server(
         ConfigError: another process has started to listen on the address.
     """
     app = create_app(engine, names, args, answer_format)
-    models: Models = app.state.models
+    models: ModelProvider = app.state.models
     server = _server(app, models, args, listener, on_ready)
     return _run(server, listener, engine.shutdown)
 
@@ -268,7 +268,7 @@ def run_registry(
 
 def _server(
     app: FastAPI,
-    models: Models,
+    models: ModelProvider,
     args: ServerArgs,
     listener: Listener,
     on_ready: Callable[[str], None],

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from metal_engine.media.sources import ImageSource
 from metal_engine.server.errors import invalid, invalid_prompt, model_not_loaded, validated
 from metal_engine.server.generation.image_loading import with_image_tokens
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.json_parts import JSONParts, Placeholder
 from metal_engine.server.openai.chat import ChatEndpoint
@@ -79,14 +79,14 @@ class TokenizerInfo(BaseModel):
     added_tokens_decoder: dict[str, AddedToken]
 
 
-def add_tokenization_routes(app: FastAPI, models: Models) -> None:
+def add_tokenization_routes(app: FastAPI, models: ModelProvider) -> None:
     @app.post("/tokenize", tags=["tokens"], response_model=Tokens)
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         served = await models.use(request, body.model)
-        num_bytes = len(await request.body())
-        tokens, images = await served.workers.run(Weight.of(num_bytes), _tokens, served, body)
-        tokens = await with_image_tokens(served, images, num_bytes, tokens)
-        data = await served.workers.run(Weight.of(num_bytes), _answer, served, body, tokens)
+        weight = Weight.of(len(await request.body()))
+        tokens, images = await served.workers.run(weight, _tokens, served, body)
+        tokens = await with_image_tokens(served, images, weight, tokens)
+        data = await served.workers.run(weight, _answer, served, body, tokens)
         return Response(data, media_type="application/json")
 
     @app.post("/detokenize", tags=["tokens"])

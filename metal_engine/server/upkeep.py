@@ -49,13 +49,13 @@ class FreedMemory:
         return True
 
 
-def relieve(release_memory: ReleaseMemory, pressure: MemoryPressure) -> None:
+def release_idle_memory(release_memory: ReleaseMemory, pressure: MemoryPressure) -> None:
     """Release memory of models that have been idle for some time. The time depends on the pressure."""
     if pressure in _IDLE_SECONDS:
         release_memory(_IDLE_SECONDS[pressure])
 
 
-async def keep_up(lifecycle: Lifecycle, workers: Workers, release_memory: ReleaseMemory) -> None:
+async def run_upkeep(lifecycle: Lifecycle, workers: Workers, release_memory: ReleaseMemory) -> None:
     """Return memory and adapt the number of BLAS threads, forever."""
     memory, threads = FreedMemory(lifecycle, workers), blas_threads()
     await asyncio.to_thread(give_back_freed_memory)  # memory that loading freed
@@ -63,6 +63,6 @@ async def keep_up(lifecycle: Lifecycle, workers: Workers, release_memory: Releas
         await asyncio.sleep(_POLL_SECONDS)
         if threads is not None:
             threads.adapt()
-        relieve(release_memory, memory_pressure())
+        release_idle_memory(release_memory, memory_pressure())
         if memory.is_due():
             await asyncio.to_thread(give_back_freed_memory)

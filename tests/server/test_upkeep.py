@@ -8,7 +8,7 @@ from typing import cast
 
 from metal_engine.device.memory_pressure import MemoryPressure
 from metal_engine.server.lifecycle import Lifecycle
-from metal_engine.server.upkeep import FreedMemory, relieve
+from metal_engine.server.upkeep import FreedMemory, release_idle_memory
 from metal_engine.server.workers import Workers
 from tests.support.serving import Served, wait_until
 
@@ -75,11 +75,11 @@ def test_an_idle_model_frees_its_cache_under_pressure(served: Served) -> None:
     served.wait_until_idle()
     before = served.runner.num_released
     for pressure in (MemoryPressure.NORMAL, MemoryPressure.WARNING):
-        relieve(release, pressure)  # the last request has just ended
-    relieve(release, MemoryPressure.CRITICAL)
+        release_idle_memory(release, pressure)  # the last request has just ended
+    release_idle_memory(release, MemoryPressure.CRITICAL)
     wait_until(lambda: served.runner.num_released == before + 1, "the release")
     served.engine.last_used -= 20
-    relieve(release, MemoryPressure.WARNING)
+    release_idle_memory(release, MemoryPressure.WARNING)
     assert served.post("/v1/completions", {"prompt": "abc", "max_tokens": 4}).status_code == 200
     assert served.runner.num_released == before + 1, "it was free already"
 
@@ -90,7 +90,7 @@ def test_a_model_in_use_keeps_its_cache(served: Served) -> None:
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.post, "/v1/completions", {"prompt": "abc", "max_tokens": 4})
         wait_until(lambda: served.engine.num_open_requests == 1, "the request")
-        relieve(served.server._models.release_memory, MemoryPressure.CRITICAL)
+        release_idle_memory(served.server._models.release_memory, MemoryPressure.CRITICAL)
         served.engine.release_memory()  # the engine's thread has a request, too
         served.runner.running.set()
         assert answer.result().status_code == 200

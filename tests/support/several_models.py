@@ -22,7 +22,7 @@ from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.server.app import app_of
 from metal_engine.server.connections.limits import connection_limits
-from metal_engine.server.generation.models import MultiModel
+from metal_engine.server.generation.model_provider import MultiModel
 from metal_engine.server.run import Server
 from metal_engine.server.status.registry_routes import Discover
 from metal_engine.server.workers import Workers

@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.large_bodies import dumps
-from metal_engine.server.openai.conversation import checked_tools
 from metal_engine.server.protocol import ChatCompletionBody, ImageURL, LongList, RequestModel
+from metal_engine.server.tool_limit import checked_tools
 
 Message = dict[str, Any]
 Part = dict[str, Any]

@@ -11,32 +11,32 @@ from metal_engine.media.sources import ImageSource
 from metal_engine.server.anthropic import protocol
 from metal_engine.server.anthropic.messages import MessagesEndpoint
 from metal_engine.server.errors import anthropic_error, renaming
-from metal_engine.server.generation.answerer import EVENTS, Answerer, LateErrors
 from metal_engine.server.generation.image_loading import with_image_tokens
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
 from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.generation.response_runner import EVENTS, PreparationErrors, ResponseRunner
 from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.workers import Weight
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": protocol.AnthropicError}}
-_LATE_ERRORS = LateErrors(lambda error: named_sse(anthropic_error(error)), protocol.RENAMED)
+_PREPARATION_ERRORS = PreparationErrors(lambda error: named_sse(anthropic_error(error)), protocol.RENAMED)
 _ANSWERS = {**EVENTS, **_ERRORS}
 
 
-def add_anthropic_routes(app: FastAPI, models: Models, answer: Answerer) -> None:
+def add_anthropic_routes(app: FastAPI, models: ModelProvider, runner: ResponseRunner) -> None:
     @app.post("/v1/messages", tags=["messages"], response_model=protocol.AnthropicResponse, responses=_ANSWERS)
     async def create_message(body: protocol.MessagesBody, request: Request) -> Response:
         with renaming(protocol.RENAMED):
             chat = await models.workers.run_if_large(len(await request.body()), protocol.to_chat, body)
-            return await answer(request, MessagesEndpoint, MessagesEndpoint, chat, _LATE_ERRORS)
+            return await runner.run(request, MessagesEndpoint, MessagesEndpoint, chat, _PREPARATION_ERRORS)
 
     @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
     async def count_tokens(body: protocol.CountTokensBody, request: Request) -> protocol.TokenCount:
         with renaming(protocol.RENAMED):
-            num_bytes = len(await request.body())
+            weight = Weight.of(len(await request.body()))
             served = await models.use(request, body.model)
-            prompt, images = await served.workers.run(Weight.of(num_bytes), _tokens, served, body)
-            prompt = await with_image_tokens(served, images, num_bytes, prompt)
+            prompt, images = await served.workers.run(weight, _tokens, served, body)
+            prompt = await with_image_tokens(served, images, weight, prompt)
             return protocol.TokenCount(input_tokens=len(prompt))
 
 

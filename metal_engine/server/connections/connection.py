@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from metal_engine.server.connections.limits import ConnectionLimits
 from metal_engine.server.connections.registry import Connections
-from metal_engine.server.errors import APIError, error_response, invalid
+from metal_engine.server.errors import APIError, error_response, invalid, unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._phase != "idle" and not self._refused and not self.transport.is_closing():
             message = "too many connections (setting max-connections), and the rest of this request did not come"
-            self._refuse(APIError(503, message, code="overloaded", headers={"retry-after": "1"}))
+            self._refuse(unavailable(message))
         if self.transport.get_write_buffer_size():  # a client that does not read would keep its place
             self.transport.abort()
         else:

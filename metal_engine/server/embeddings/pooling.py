@@ -19,7 +19,7 @@ from metal_engine.server.embeddings.protocol import PoolingBody
 from metal_engine.server.errors import APIError, beyond_context, engine_dead, invalid, invalid_prompt
 from metal_engine.server.generation.generation import failure
 from metal_engine.server.generation.preparation import MAX_PROMPT_TOKENS, MAX_SEQUENCES, ServedModel
-from metal_engine.server.logs import note
+from metal_engine.server.logs import add_log_fields
 from metal_engine.server.protocol import RequestModel
 from metal_engine.server.workers import Weight
 from metal_engine.text.tokenizer import Tokenizer
@@ -149,7 +149,9 @@ async def pool(pooling: PoolingRequest, task: PoolingTask, num_prompts: int) -> 
     outputs = await run.outputs()
     num_tokens = sum(prompt_lens)
     num_cached = sum(output.num_cached_tokens for output in outputs)
-    note(id=request_id, prompt_tokens=num_tokens, cached_tokens=num_cached, completion_tokens=0, finish_reason="stop")
+    add_log_fields(
+        id=request_id, prompt_tokens=num_tokens, cached_tokens=num_cached, completion_tokens=0, finish_reason="stop"
+    )
     return Pooled(request_id, [output.pooled for output in outputs if output.pooled is not None], num_tokens)
 
 

@@ -23,11 +23,11 @@ from metal_engine.server.embeddings.protocol import (
 )
 from metal_engine.server.embeddings.scoring import Pairs, Scores, score
 from metal_engine.server.errors import invalid
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
 from metal_engine.server.json_parts import JSONParts
 
 
-def add_pooling_routes(app: FastAPI, models: Models) -> None:
+def add_pooling_routes(app: FastAPI, models: ModelProvider) -> None:
     @app.post("/v1/embeddings", tags=["pooling"], response_model=EmbeddingList)
     async def create_embedding(body: EmbeddingBody, request: Request) -> Response:
         served = await models.use(request, body.model)

@@ -18,7 +18,7 @@ from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput,
 from metal_engine.server.errors import SHUTTING_DOWN, APIError, engine_dead, invalid
 from metal_engine.server.generation.logprobs import num_entries, prompt_logprobs_json
 from metal_engine.server.json_parts import JSONParts, Placeholder
-from metal_engine.server.logs import note
+from metal_engine.server.logs import add_log_fields
 from metal_engine.server.response_bodies import FinishReason, KVTransferHandover
 from metal_engine.server.usage import CompletionTokensDetails, PredictedTokensDetails, PromptTokensDetails, Usage
 from metal_engine.text.tokenizer import Tokenizer
@@ -203,7 +203,7 @@ class Generation:
 
     def _note(self) -> None:
         usage = self.usage
-        note(
+        add_log_fields(
             id=self.request_id,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.prompt_tokens_details.cached_tokens,

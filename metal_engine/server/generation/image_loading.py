@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 async def load_images(
-    served: ServedModel, sources: Sequence[ImageSource], num_bytes: int, *, max_tokens: int | None = None
+    served: ServedModel, sources: Sequence[ImageSource], weight: Weight, *, max_tokens: int | None = None
 ) -> list[LoadedImage]:
     """Return the images of a request, in order.
 
     Args:
-        num_bytes: size of the request's body in bytes.
+        weight: weight of work on the request's body.
         max_tokens: maximum number of tokens of all images, as in :meth:`ImageProcessing.decode`; None for the context
             length.
 
@@ -38,24 +38,23 @@ async def load_images(
     most = served.engine.config.scheduler.max_model_len if max_tokens is None else max_tokens
     with _errors_as_api_errors(sources), workers.loading_images():
         # Decoding base64 takes this process's time. Downloads wait for other servers.
-        weight = Weight.IMAGES if any(source.is_download for source in sources) else Weight.of(num_bytes)
-        files = await workers.run(
-            weight, partial(processing.read, sources, allowed_domains=served.allowed_media_domains)
-        )
+        is_download = any(source.is_download for source in sources)
+        read = partial(processing.read, sources, allowed_domains=served.allowed_media_domains)
+        files = await workers.run(Weight.IMAGES if is_download else weight, read)
         details = [source.detail for source in sources]
         return await workers.run(Weight.IMAGES, partial(processing.decode, files, details, max_tokens=most))
 
 
 async def with_image_tokens(
-    served: ServedModel, sources: Sequence[ImageSource], num_bytes: int, token_ids: list[int]
+    served: ServedModel, sources: Sequence[ImageSource], weight: Weight, token_ids: list[int]
 ) -> list[int]:
     """Return the token ids of a prompt with the tokens of its images. Raises as :func:`load_images`."""
     if not sources:
         return token_ids
-    images = await load_images(served, sources, num_bytes, max_tokens=0)
+    images = await load_images(served, sources, weight, max_tokens=0)
     with _errors_as_api_errors(sources):
         insert = _processing(served, sources).insert
-        return (await served.workers.run(Weight.of(num_bytes), insert, token_ids, images))[0]
+        return (await served.workers.run(weight, insert, token_ids, images))[0]
 
 
 def _processing(served: ServedModel, sources: Sequence[ImageSource]) -> ImageProcessing:

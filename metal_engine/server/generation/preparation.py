@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from pydantic import BaseModel
+from starlette.requests import Request
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import AnswerReader
@@ -29,7 +30,7 @@ from metal_engine.server.generation.queue_limit import QueueLimit, overloaded
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
 from metal_engine.server.generation.schema_errors import with_place
 from metal_engine.server.generation.streaming import EVENT_STREAM, sse
-from metal_engine.server.logs import Notices
+from metal_engine.server.logs import UniqueWarnings
 from metal_engine.server.protocol import GenerationBody, KVTransferParams
 from metal_engine.server.usage import Usage
 from metal_engine.server.workers import Weight, Workers
@@ -64,6 +65,7 @@ class ServedModel:
         any_name: True if the model also serves requests with any other name.
         allowed_media_domains: hosts from which images may be downloaded.
         adapter: LoRA adapter that requests use; None to use the model alone.
+        warnings: log of warnings about requests to the model.
     """
 
     engine: AsyncEngine
@@ -77,7 +79,7 @@ class ServedModel:
     any_name: bool = False
     allowed_media_domains: tuple[str, ...] = ()
     adapter: Adapter | None = None
-    notices: Notices = field(default_factory=Notices)
+    warnings: UniqueWarnings = field(default_factory=UniqueWarnings)
 
     @property
     def tokenizer_beyond_context(self) -> Tokenizer:
@@ -117,6 +119,8 @@ class Endpoint(ABC, Generic[BodyT]):
     """True if the response can contain more than one output for a prompt."""
     stream_media_type = EVENT_STREAM
     """Media type of a stream. Only event streams get keep-alive comments."""
+    num_earlier_characters = 0
+    """Number of characters in the prompt that are not from the request's body."""
 
     def image_sources(self, body: BodyT) -> list[ImageSource]:
         """Return the images of the prompt, in order. Raises APIError for a malformed image.
@@ -190,12 +194,13 @@ class Endpoint(ABC, Generic[BodyT]):
 
 
 async def prepare(
-    served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int, request_id: str
+    request: Request, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, request_id: str
 ) -> Generation:
     """Validate a request for a model and create its generation. Does not submit anything to the engine.
 
     Args:
-        num_bytes: size of the data that the prompt is made of, in bytes.
+        request: request of the client, whose body has been read.
+        body: body for the endpoint. May be converted from the client's body.
         request_id: id of the response.
 
     Raises:
@@ -207,8 +212,9 @@ async def prepare(
     if engine.error is not None:
         raise engine_dead(engine.error)
     # Long prompts, many parameters and large grammars take long, so this work must not block the event loop.
-    images = await load_images(served, endpoint.image_sources(body), num_bytes)
-    preparation, weight = _Preparation(served, endpoint, body, images), Weight.of(num_bytes)
+    weight = Weight.of(len(await request.body()) + endpoint.num_earlier_characters)
+    images = await load_images(served, endpoint.image_sources(body), weight)
+    preparation = _Preparation(served, endpoint, body, images)
     await served.workers.run(weight, preparation.begin)
     if preparation.needs_grammar:
         await served.workers.run(Weight.COMPILING, preparation.compile)

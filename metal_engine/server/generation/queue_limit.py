@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
-from metal_engine.server.errors import APIError
-
-OVERLOADED = "overloaded"
-# A full queue may have free places after a few steps. Clients increase their delay by themselves.
-RETRY_AFTER_SECONDS = 1
+from metal_engine.server.errors import APIError, unavailable
 
 
 @dataclass(frozen=True)
@@ -48,5 +44,4 @@ class QueueLimit:
 
 def overloaded(reason: str) -> APIError:
     """Return an error with status 503 and ``Retry-After``."""
-    headers = {"retry-after": str(RETRY_AFTER_SECONDS)}
-    return APIError(503, f"the server is overloaded: {reason}", code=OVERLOADED, headers=headers)
+    return unavailable(f"the server is overloaded: {reason}")

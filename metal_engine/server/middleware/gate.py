@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from metal_engine.server.connections.connection import IS_SPARE
-from metal_engine.server.errors import APIError
+from metal_engine.server.errors import APIError, unavailable
 from metal_engine.server.middleware.refusal import discard_body, refuse
 from metal_engine.server.page.files import is_open
 from metal_engine.server.status.routes import WITHOUT_KEY
@@ -54,8 +54,7 @@ def only_probes_if_spare(app: ASGIApp) -> ASGIApp:
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get(IS_SPARE) and scope["path"] not in OPEN_PATHS:
-            headers = {"connection": "close", "retry-after": "1"}
-            error = APIError(503, "too many connections (setting max-connections)", code="overloaded", headers=headers)
+            error = unavailable("too many connections (setting max-connections)", closes=True)
             await refuse(error, scope, receive, send)
             return
         await app(scope, receive, send)

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from metal_engine.server.errors import ERROR_CODE
-from metal_engine.server.generation.models import MODEL_NAME
+from metal_engine.server.generation.model_provider import MODEL_NAME
 from metal_engine.server.logs import current_request
 from metal_engine.server.status.metrics import ServerMetrics
 

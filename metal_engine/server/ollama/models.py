@@ -8,7 +8,7 @@ from typing import Any
 
 from metal_engine.answers.tool_plan import plan_tools
 from metal_engine.errors import ParameterError
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.ollama.protocol import ListedModel, ModelDetails, RunningModel, Shown
 from metal_engine.server.ollama.requests import can_think
@@ -40,7 +40,7 @@ def details(served: ServedModel) -> ModelDetails:
     )
 
 
-def listed(models: Models, started_at: str) -> list[ListedModel]:
+def listed(models: ModelProvider, started_at: str) -> list[ListedModel]:
     """List every name of every model and LoRA adapter. For models that are not loaded, only the names are known."""
     loaded = {name: served for served in models.loaded for name in served.all_names}
     return [_listed(name, loaded.get(name), started_at) for name in models.all_names]
@@ -58,7 +58,7 @@ def _listed(name: str, served: ServedModel | None, started_at: str) -> ListedMod
     )
 
 
-def running(models: Models, started_at: str) -> list[RunningModel]:
+def running(models: ModelProvider, started_at: str) -> list[RunningModel]:
     """List the loaded models."""
     found = []
     for served in models.loaded:
@@ -76,7 +76,7 @@ def running(models: Models, started_at: str) -> list[RunningModel]:
     return found
 
 
-def shown(models: Models, name: str, started_at: str) -> Shown:
+def shown(models: ModelProvider, name: str, started_at: str) -> Shown:
     """Return a model's details. Does not load the model."""
     served = models.find_loaded(name)
     if served is None:

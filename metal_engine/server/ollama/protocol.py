@@ -130,7 +130,7 @@ class CalledFunction(BaseModel):
     arguments: dict[str, Any]
 
 
-class ToolCall(BaseModel):
+class AnswerToolCall(BaseModel):
     id: str
     function: CalledFunction
 
@@ -139,7 +139,7 @@ class AnswerMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str = ""
     thinking: str | None = Absent
-    tool_calls: list[ToolCall] | None = Absent
+    tool_calls: list[AnswerToolCall] | None = Absent
 
 
 class ChatAnswer(OllamaAnswer):

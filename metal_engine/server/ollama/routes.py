@@ -8,15 +8,17 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from metal_engine.server.embeddings.pooling import pooling_request
+from metal_engine.server.embeddings.embeddings import FEW, MAX_NUMBERS, vectors_json
+from metal_engine.server.embeddings.pooling import Pooled, PoolingRequest, embed, pooling_request
 from metal_engine.server.errors import APIError, renaming
-from metal_engine.server.generation.answerer import Answerer
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
+from metal_engine.server.generation.response_runner import ResponseRunner
+from metal_engine.server.json_parts import JSONParts
 from metal_engine.server.ollama import models, protocol
-from metal_engine.server.ollama.answers import NDJSON, OllamaChat, OllamaGenerate, OllamaRaw, timestamp
-from metal_engine.server.ollama.embeddings import create_embed, create_embedding
+from metal_engine.server.ollama.endpoints import NDJSON, OllamaChat, OllamaGenerate, OllamaRaw, timestamp
 from metal_engine.server.ollama.requests import RENAMED, RawBody, RequestReader
 from metal_engine.server.status.routes import get_and_head
+from metal_engine.server.workers import Weight
 
 # Version of Ollama that has this API. Clients compare it with the version that introduced a feature.
 API_VERSION = "0.12.0"
@@ -30,7 +32,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": protocol.Ollama
 _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {NDJSON: {}}}, **_ERRORS}
 
 
-def add_ollama_routes(app: FastAPI, all_models: Models, answer: Answerer) -> None:
+def add_ollama_routes(app: FastAPI, all_models: ModelProvider, runner: ResponseRunner) -> None:
     reader = RequestReader()
 
     def named(body: protocol.OllamaBody | protocol.OllamaEmbedBody | protocol.OllamaEmbeddingsBody) -> str:
@@ -50,7 +52,7 @@ def add_ollama_routes(app: FastAPI, all_models: Models, answer: Answerer) -> Non
             num_bytes = len(await request.body())
             served = await all_models.use(request, body.model)
             chat = await served.workers.run_if_large(num_bytes, reader.chat, served, body)
-            return await answer(request, OllamaChat, lambda model: OllamaChat(model, name), chat, None)
+            return await runner.run(request, OllamaChat, lambda model: OllamaChat(model, name), chat, None)
 
     @app.post("/api/generate", tags=["ollama"], response_model=protocol.GenerateAnswer, responses=_ANSWERS)
     async def ollama_generate(body: protocol.OllamaGenerateBody, request: Request) -> Response:
@@ -63,21 +65,21 @@ def add_ollama_routes(app: FastAPI, all_models: Models, answer: Answerer) -> Non
             served = await all_models.use(request, body.model)
             made = await served.workers.run_if_large(num_bytes, reader.generate, served, body)
             if isinstance(made, RawBody):
-                return await answer(request, OllamaRaw, lambda _: OllamaRaw(name), made, None)
-            return await answer(request, OllamaGenerate, lambda model: OllamaGenerate(model, name), made, None)
+                return await runner.run(request, OllamaRaw, lambda _: OllamaRaw(name), made, None)
+            return await runner.run(request, OllamaGenerate, lambda model: OllamaGenerate(model, name), made, None)
 
     @app.post("/api/embed", tags=["ollama"], response_model=protocol.EmbedAnswer, responses=_ERRORS)
     async def ollama_embed(body: protocol.OllamaEmbedBody, request: Request) -> Response:
         name = named(body)
         served = await all_models.use(request, body.model)
-        data = await create_embed(await pooling_request(served, request, body), body, name)
+        data = await _embed(await pooling_request(served, request, body), body, name)
         return Response(data, media_type="application/json")
 
     @app.post("/api/embeddings", tags=["ollama"], response_model=protocol.EmbeddingsAnswer, responses=_ERRORS)
     async def ollama_embeddings(body: protocol.OllamaEmbeddingsBody, request: Request) -> Response:
         named(body)
         served = await all_models.use(request, body.model)
-        data = await create_embedding(await pooling_request(served, request, body), body)
+        data = await _embedding(await pooling_request(served, request, body), body)
         return Response(data, media_type="application/json")
 
     _add_model_routes(app, all_models)
@@ -89,7 +91,53 @@ def _loaded(kind: type[protocol.OllamaAnswer], name: str, **fields: Any) -> Resp
     return JSONResponse(answer.model_dump())
 
 
-def _add_model_routes(app: FastAPI, all_models: Models) -> None:
+async def _embed(pooling: PoolingRequest, body: protocol.OllamaEmbedBody, name: str) -> bytes:
+    """Return the response of ``/api/embed`` as JSON. ``name`` is the client's name of the model.
+
+    Raises:
+        APIError: the inputs cannot be embedded.
+    """
+    started = time.monotonic()
+    inputs = [body.input] if isinstance(body.input, str) else body.input or []
+    vectors, num_tokens = await _vectors(pooling, inputs, "input", body.dimensions)
+    parts = JSONParts()
+    answer = protocol.EmbedAnswer(
+        model=name,
+        embeddings=parts.add(b"[" + b",".join(vectors) + b"]"),
+        total_duration=round((time.monotonic() - started) * 1e9),
+        prompt_eval_count=num_tokens,
+    )
+    return parts.encode(answer)
+
+
+async def _embedding(pooling: PoolingRequest, body: protocol.OllamaEmbeddingsBody) -> bytes:
+    """Return the response of ``/api/embeddings`` as JSON. Raises as :func:`_embed`."""
+    inputs = [] if body.prompt is None else [body.prompt]
+    vectors, _ = await _vectors(pooling, inputs, "prompt")
+    parts = JSONParts()
+    return parts.encode(protocol.EmbeddingsAnswer(embedding=parts.add(vectors[0] if vectors else b"[]")))
+
+
+async def _vectors(
+    pooling: PoolingRequest, inputs: list[str], field: str, dimensions: int | None = None
+) -> tuple[list[bytes], int]:
+    """Return the vectors as JSON, and the number of tokens.
+
+    An empty list and a single empty text have no vectors. Clients send them only to load a model.
+    """
+    if inputs in ([], [""]):
+        return [], 0
+    pooled = await embed(pooling, list(inputs), dimensions=dimensions, field=field, max_values=MAX_NUMBERS)
+    if sum(vector.size for vector in pooled.vectors) <= FEW:
+        return _encoded(pooled), pooled.num_prompt_tokens
+    return await pooling.served.workers.run(Weight.HEAVY, _encoded, pooled), pooled.num_prompt_tokens
+
+
+def _encoded(pooled: Pooled) -> list[bytes]:
+    return list(vectors_json(pooled))
+
+
+def _add_model_routes(app: FastAPI, all_models: ModelProvider) -> None:
     started_at = timestamp(time.time())
 
     @get_and_head(app, "/api/tags", tags=["ollama"], responses=_ERRORS)

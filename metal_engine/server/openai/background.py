@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 from starlette.requests import Request
 
 from metal_engine.server.errors import APIError, invalid, renaming, shutting_down, to_api_error
-from metal_engine.server.generation.answerer import stream_events
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
 from metal_engine.server.generation.preparation import prepare
+from metal_engine.server.generation.response_runner import stream_events
 from metal_engine.server.openai.event_log import EventLog
 from metal_engine.server.openai.response_state import AskedResponse, ResponseState
 from metal_engine.server.openai.response_store import ResponseStore
@@ -60,7 +60,7 @@ class BackgroundResponses:
         num_ended: number of responses that ended, by model and status.
     """
 
-    def __init__(self, models: Models, store: ResponseStore) -> None:
+    def __init__(self, models: ModelProvider, store: ResponseStore) -> None:
         self._models = models
         self._store = store
         # Weak keys: entries of responses that the store has dropped disappear.
@@ -74,15 +74,12 @@ class BackgroundResponses:
         return (state for state in self._runs if not state.is_finished)
 
     async def start(
-        self, request: Request, chat: ChatCompletionBody, asked: AskedResponse, num_bytes: int
+        self, request: Request, chat: ChatCompletionBody, asked: AskedResponse
     ) -> tuple[ResponseState, EventLog]:
         """Begin a response. Return the response and its events.
 
         If its model is loaded, the request is checked and admitted before this method returns. Otherwise, an error of
         these checks ends the response later.
-
-        Args:
-            num_bytes: size of the data that the prompt is made of, in bytes.
 
         Raises:
             APIError: the request cannot be served, or the store cannot hold the response.
@@ -94,7 +91,7 @@ class BackgroundResponses:
         self._store.put_unfinished(state)
         run = self._runs[state] = _Run(is_awaited=is_ready)
         self._log(state, run, state.create())
-        run.task = asyncio.create_task(self._run(state, run, request, chat, num_bytes))
+        run.task = asyncio.create_task(self._run(state, run, request, chat))
         try:
             # A task that is cancelled before its first step would not end the response.
             await (run.is_prepared.wait() if is_ready else asyncio.sleep(0))
@@ -171,11 +168,9 @@ class BackgroundResponses:
             run.log.shrink()
             num_characters = run.log.num_characters - before
 
-    async def _run(
-        self, state: ResponseState, run: _Run, request: Request, chat: ChatCompletionBody, num_bytes: int
-    ) -> None:
+    async def _run(self, state: ResponseState, run: _Run, request: Request, chat: ChatCompletionBody) -> None:
         try:
-            await self._generate(state, run, request, chat, num_bytes)
+            await self._generate(state, run, request, chat)
         except asyncio.CancelledError:
             if not state.is_finished:
                 self._log(state, run, state.cancel())
@@ -194,14 +189,12 @@ class BackgroundResponses:
                 self.num_ended[state.model, state.status] += 1
             logger.info("response %s in the background: %s", state.id, state.status)
 
-    async def _generate(
-        self, state: ResponseState, run: _Run, request: Request, chat: ChatCompletionBody, num_bytes: int
-    ) -> None:
+    async def _generate(self, state: ResponseState, run: _Run, request: Request, chat: ChatCompletionBody) -> None:
         # The model must stay loaded after the client's request has ended.
         with self._models.detached(request, chat.model) as own, renaming(RENAMED):
             served = await self._models.use(own, chat.model)
             endpoint = ResponsesEndpoint(served, self._store, state)
-            generation = await prepare(served, endpoint, chat, num_bytes, state.id)
+            generation = await prepare(request, served, endpoint, chat, state.id)
             run.is_prepared.set()
             async with aclosing(stream_events(generation, endpoint, chat)) as events:
                 async for data in events:

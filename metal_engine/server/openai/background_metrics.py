@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
 from metal_engine.server.openai.background import BackgroundResponses
 from metal_engine.server.openai.response_store import ResponseStore
 from metal_engine.server.status.metrics import PREFIX
@@ -20,7 +20,7 @@ _ENDED = ("completed", "incomplete", "failed", "cancelled")
 class BackgroundMetrics(Collector):
     """Counts responses when metrics are requested."""
 
-    def __init__(self, models: Models, background: BackgroundResponses, store: ResponseStore) -> None:
+    def __init__(self, models: ModelProvider, background: BackgroundResponses, store: ResponseStore) -> None:
         self._models = models
         self._background = background
         self._store = store

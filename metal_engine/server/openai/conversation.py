@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from metal_engine.answers.deltas import AnswerDelta, assemble
 from metal_engine.answers.tool_faults import faulty_tool
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
 from metal_engine.errors import ParameterError
-from metal_engine.json_values import num_characters
 from metal_engine.media.sources import ImageSource
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import invalid, invalid_prompt
@@ -28,7 +27,8 @@ from metal_engine.server.openai.template_messages import (
     template_messages,
 )
 from metal_engine.server.protocol import ChatCompletionBody, NamedToolChoice
-from metal_engine.server.response_bodies import AssistantMessage, ChatFinishReason, FunctionCall, ToolCall
+from metal_engine.server.response_bodies import AssistantMessage, ChatFinishReason, ChatToolCall, FunctionCall
+from metal_engine.server.tool_limit import checked_tools
 from metal_engine.text.long_text import TextTooLongError
 from metal_engine.text.tokenizer import Tokenizer
 
@@ -49,26 +49,6 @@ _REORDERED = (
 _BILLING_LINES = re.compile(
     r"(?:\s{0,64}+x-anthropic-billing-header:[^\n]{0,4096}+(?:\n|\Z)){1,8}+[\r\n]{0,64}+", re.IGNORECASE
 )
-# Maximum number of characters of all tools. Templates and schemas encode all tools as JSON in one call, which takes
-# 10 ms, and 40 MiB if a character is beyond U+FFFF.
-MAX_TOOL_CHARACTERS = 1 << 21
-
-
-def checked_tools(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools as a list. Raise APIError, a 400, if they have too many characters together.
-
-    Stops at the tool that exceeds the limit. Ten thousand tools at once would take long to free, and the garbage
-    collector would block all threads while it scans them.
-    """
-    checked = []
-    left = MAX_TOOL_CHARACTERS
-    for tool in tools:
-        left -= num_characters(tool)
-        if left < 0:
-            problem = f" may have {MAX_TOOL_CHARACTERS} characters together, where each value counts 64 more"
-            raise invalid(problem, where="tools")
-        checked.append(tool)
-    return checked
 
 
 def without_billing_line(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -101,7 +81,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
         self._format = served.answer_format
         self._auto_tool_choice = served.auto_tool_choice
         self._tool_grammar = served.tool_grammar
-        self._notices = served.notices
+        self._warnings = served.warnings
         self._streams = False
         self._hides_reasoning = False
         self._budget: int | None = None  # maximum number of tokens of the reasoning
@@ -119,9 +99,9 @@ class Conversation(Endpoint[ChatCompletionBody]):
         self._hides_reasoning = options.is_hidden
         flags = {**template_kwargs(body, options, tokenizer), **template_flags(body)}
         if ignores_effort(options, tokenizer):
-            self._notices.once(logger, _EFFORT)
+            self._warnings.log(logger, _EFFORT)
         if options.budget and self._format.reasoning is None:
-            self._notices.once(logger, _BUDGET)
+            self._warnings.log(logger, _BUDGET)
         if plan.shown:
             flags["tools"] = plan.shown
         try:
@@ -129,10 +109,10 @@ class Conversation(Endpoint[ChatCompletionBody]):
             sent = template_messages(body.messages, plan.instructions, tokenizer=tokenizer, parser=parser)
             messages = without_billing_line(sent)
             if messages is not sent:
-                self._notices.once(logger, _DROPPED)
+                self._warnings.log(logger, _DROPPED)
             ordered = in_accepted_order(messages, tokenizer.message_rules)
             if ordered is not messages:
-                self._notices.once(logger, _REORDERED)
+                self._warnings.log(logger, _REORDERED)
             prompt = tokenizer.apply_chat_template(ordered, **flags)
         except TextTooLongError as error:
             # All other arguments of a template are variables of the client.
@@ -163,7 +143,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
             placed = self._with_client_place(error)
             raise invalid(f" {placed.message}", where=placed.name) from error
         if plan.prompted and not plan.forced:
-            self._notices.once(logger, _TOOLS_IN_PROMPT)
+            self._warnings.log(logger, _TOOLS_IN_PROMPT)
         if plan.asked_for and body.structured_outputs:
             problem = ' and tool_choice "required", or naming a function, exclude each other'
             raise invalid(problem, where="structured_outputs")
@@ -217,7 +197,7 @@ def message_of(deltas: list[AnswerDelta]) -> AssistantMessage:
     """Assemble the deltas of a complete output to a message."""
     answer = assemble(deltas)
     calls = [
-        ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+        ChatToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
         for call in answer.tool_calls
     ]
     return AssistantMessage(

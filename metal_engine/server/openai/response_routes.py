@@ -8,9 +8,9 @@ from fastapi import FastAPI, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from metal_engine.server.errors import invalid, renaming
-from metal_engine.server.generation.answerer import EVENTS, Answerer, LateErrors
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
 from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.generation.response_runner import EVENTS, PreparationErrors, ResponseRunner
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.openai import responses_protocol
 from metal_engine.server.openai.background import BackgroundResponses
@@ -21,12 +21,17 @@ from metal_engine.server.openai.response_store import ResponseStore
 from metal_engine.server.openai.responses import ResponsesEndpoint, read_request, responses_error
 from metal_engine.server.status.metrics import ServerMetrics
 
-_LATE_ERRORS = LateErrors(responses_error, responses_protocol.RENAMED)
+_PREPARATION_ERRORS = PreparationErrors(responses_error, responses_protocol.RENAMED)
 _MAX_ITEMS_PER_PAGE = 100
 
 
 def add_response_routes(
-    app: FastAPI, models: Models, answer: Answerer, store: ResponseStore, lifecycle: Lifecycle, metrics: ServerMetrics
+    app: FastAPI,
+    models: ModelProvider,
+    runner: ResponseRunner,
+    store: ResponseStore,
+    lifecycle: Lifecycle,
+    metrics: ServerMetrics,
 ) -> None:
     background = BackgroundResponses(models, store)
     metrics.add(BackgroundMetrics(models, background, store))
@@ -39,25 +44,19 @@ def add_response_routes(
             earlier = store.conversation(body.previous_response_id)
             num_earlier = store.num_characters(body.previous_response_id or "")
             num_bytes = len(await request.body()) + num_earlier
-            chat, asked = await models.workers.run_if_large(num_bytes, read_request, body, earlier)
+            chat, asked = await models.workers.run_if_large(num_bytes, read_request, body, earlier, num_earlier)
             if asked.in_background:
-                started, log = await background.start(request, chat, asked, num_bytes)
+                started, log = await background.start(request, chat, asked)
                 if asked.is_streamed:
-                    return answer.stream(log.read(), started.id)
+                    return runner.stream(log.read(), started.id)
                 return JSONResponse(started.response.model_dump())
             state = ResponseState(asked, body.model or "")
 
             def endpoint(served: ServedModel) -> ResponsesEndpoint:
                 return ResponsesEndpoint(served, store, state)
 
-            return await answer(
-                request,
-                ResponsesEndpoint,
-                endpoint,
-                chat,
-                _LATE_ERRORS,
-                num_earlier_characters=num_earlier,
-                request_id=state.id,
+            return await runner.run(
+                request, ResponsesEndpoint, endpoint, chat, _PREPARATION_ERRORS, request_id=state.id
             )
 
     @app.get(
@@ -73,7 +72,7 @@ def add_response_routes(
         log = background.log(response_id)
         after = -1 if starting_after is None else starting_after
         log.check(after)
-        return answer.stream(log.read(after), response_id)
+        return runner.stream(log.read(after), response_id)
 
     @app.delete("/v1/responses/{response_id}", tags=["responses"])
     async def delete_response(response_id: str) -> responses_protocol.DeletedResponse:

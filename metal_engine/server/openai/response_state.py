@@ -34,6 +34,7 @@ class AskedResponse:
         is_streamed: True if the client wants events.
         in_background: True if the response goes on without its client.
         is_stored: True if clients can retrieve the response later.
+        num_earlier_characters: number of characters of the response that the request continues; 0 without one.
     """
 
     repeated: dict[str, Any]
@@ -43,6 +44,7 @@ class AskedResponse:
     is_streamed: bool = False
     in_background: bool = False
     is_stored: bool = True
+    num_earlier_characters: int = 0
 
 
 class ResponseState:

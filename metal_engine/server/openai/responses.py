@@ -29,11 +29,14 @@ MAX_REPEATED_CHARACTERS = 1 << 20
 MAX_ITEMS = 1 << 14
 
 
-def read_request(body: ResponsesBody, earlier: list[Item]) -> tuple[ChatCompletionBody, AskedResponse]:
+def read_request(
+    body: ResponsesBody, earlier: list[Item], num_earlier_characters: int
+) -> tuple[ChatCompletionBody, AskedResponse]:
     """Convert a request to a chat and its additional data.
 
     Args:
         earlier: items of the conversation up to ``previous_response_id``, including that response.
+        num_earlier_characters: number of characters of that response.
 
     Raises:
         APIError: :func:`to_chat` failed, or the fields to repeat or the conversation are too large.
@@ -58,6 +61,7 @@ def read_request(body: ResponsesBody, earlier: list[Item]) -> tuple[ChatCompleti
         is_streamed=bool(body.stream),
         in_background=bool(body.background),
         is_stored=body.store is not False,
+        num_earlier_characters=num_earlier_characters,
     )
     return chat, asked
 
@@ -84,6 +88,7 @@ class ResponsesEndpoint(Conversation):
         super().__init__(served)
         self._store = store
         self._state = state
+        self.num_earlier_characters = state.asked.num_earlier_characters
         state.model = served.names[0]
 
     def response(self, generation: Generation) -> BaseModel:

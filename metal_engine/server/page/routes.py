@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from metal_engine import __version__
 from metal_engine.server.errors import APIError
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
 from metal_engine.server.generation.streaming import EventStreamResponse
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.page.files import INDEX, PREFIX, load_files, wants_html
@@ -24,7 +24,7 @@ WATCH = "/watch"
 _MAX_SECONDS = 86_400.0
 
 
-def add_page(app: FastAPI, models: Models, lifecycle: Lifecycle, keep_alive: float) -> None:
+def add_page(app: FastAPI, models: ModelProvider, lifecycle: Lifecycle, keep_alive: float) -> None:
     files = load_files()
     viewer_registry = app.state.viewer_registry = ViewerRegistry(models)
     lifecycle.at_end.append(viewer_registry.close)

@@ -13,8 +13,8 @@ from functools import partial
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.step_observer import Frame
 from metal_engine.model_pool.model_entry import LoadedEngine
-from metal_engine.server.errors import APIError, model_not_loaded
-from metal_engine.server.generation.models import Models, MultiModel
+from metal_engine.server.errors import APIError, model_not_loaded, unavailable
+from metal_engine.server.generation.model_provider import ModelProvider, MultiModel
 from metal_engine.server.generation.streaming import sse
 from metal_engine.server.page.events import event, frame_data, piece_data, snapshot, stats
 from metal_engine.server.page.pool_mirror import PoolMirror
@@ -88,8 +88,7 @@ class Viewers:
     def check_capacity(self) -> None:
         """Raise APIError, a 503, if the number of viewers is at its limit."""
         if len(self._viewers) >= MAX_VIEWERS:
-            problem = f"{MAX_VIEWERS} viewers are connected already"
-            raise APIError(503, problem, code="overloaded", headers={"retry-after": "10"})
+            raise unavailable(f"{MAX_VIEWERS} viewers are connected already", retry_after=10)
 
     def close(self) -> None:
         """End all streams."""
@@ -169,7 +168,7 @@ class ViewerRegistry:
     Must be used in the event loop's thread.
     """
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: ModelProvider) -> None:
         self._models = models
         self._viewers: dict[AsyncEngine, Viewers] = {}
         if isinstance(models, MultiModel):

@@ -20,7 +20,7 @@ from metal_engine import __version__
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.metrics import EngineMetrics, Histogram
 from metal_engine.model_pool.model_entry import ModelEntry
-from metal_engine.server.generation.models import Models, MultiModel
+from metal_engine.server.generation.model_provider import ModelProvider, MultiModel
 from metal_engine.settings.config import TEXT_ONLY
 
 PREFIX = "metal_engine:"
@@ -62,7 +62,7 @@ class ServerMetrics:
     Every series has the model's name in the API as a label.
     """
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: ModelProvider) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         help_, labels = "Requests that never reached the engine.", ["model_name", "reason"]
@@ -92,7 +92,7 @@ class ServerMetrics:
 class _ModelsCollector(Collector):
     """Reads the engines' counters when metrics are requested. Nothing is copied while requests run."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: ModelProvider) -> None:
         self._models = models
 
     def describe(self) -> Iterator[Metric]:

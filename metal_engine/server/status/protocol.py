@@ -131,7 +131,7 @@ class RegistryHealth(BaseModel):
     models: list[ModelHealth]
 
 
-class Ready(BaseModel):
+class ReadyResponse(BaseModel):
     ready: bool
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 
 from metal_engine.model_pool.model_entry import ModelEntry, ModelSource
-from metal_engine.server.generation.models import MultiModel, load_errors_as_api_errors
+from metal_engine.server.generation.model_provider import MultiModel, load_errors_as_api_errors
 from metal_engine.server.protocol import RequestModel
 from metal_engine.server.status.protocol import ModelHealth, RegistryCard, RegistryHealth, RegistryList
 from metal_engine.server.workers import Weight

@@ -12,12 +12,20 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.responses import Response
 
 from metal_engine import __version__
-from metal_engine.server.generation.models import Models, MultiModel, SingleModel
+from metal_engine.server.generation.model_provider import ModelProvider, MultiModel, SingleModel
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.status.metrics import ServerMetrics
 from metal_engine.server.status.pages import PAGE_HEADERS, api_page
-from metal_engine.server.status.protocol import Health, ModelCard, ModelList, Ready, RegistryHealth, ServerInfo, Version
+from metal_engine.server.status.protocol import (
+    Health,
+    ModelCard,
+    ModelList,
+    ReadyResponse,
+    RegistryHealth,
+    ServerInfo,
+    Version,
+)
 from metal_engine.server.status.registry_routes import (
     Discover,
     add_loading_routes,
@@ -43,7 +51,7 @@ def get_and_head(app: FastAPI, path: str, **options: Any) -> Callable[[EndpointT
     return add
 
 
-def add_model_routes(app: FastAPI, models: Models, discover: Discover | None = None) -> None:
+def add_model_routes(app: FastAPI, models: ModelProvider, discover: Discover | None = None) -> None:
     created = int(time.time())
     if isinstance(models, MultiModel):
         if discover is not None:
@@ -75,7 +83,7 @@ def _add_single_model_routes(app: FastAPI, served: ServedModel, created: int) ->
         return card(found, model_id if model_id in found.names else found.names[0])
 
 
-def add_docs(app: FastAPI, models: Models) -> None:
+def add_docs(app: FastAPI, models: ModelProvider) -> None:
     """Add the page that describes the API."""
 
     # /redoc is the address of FastAPI's other documentation page.
@@ -175,7 +183,7 @@ def _server_info(served: ServedModel) -> ServerInfo:
     )
 
 
-def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
+def add_status_routes(app: FastAPI, models: ModelProvider, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
     kind = RegistryHealth if isinstance(models, MultiModel) else Health
 
     @get_and_head(app, "/health", tags=["status"], responses={503: {"model": kind}})
@@ -195,11 +203,11 @@ def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metric
         status = 200 if body.status == "ok" else 503
         return JSONResponse(body.model_dump(exclude_none=True), status_code=status)
 
-    @get_and_head(app, "/ready", tags=["status"], responses={503: {"model": Ready}})
+    @get_and_head(app, "/ready", tags=["status"], responses={503: {"model": ReadyResponse}})
     async def ready() -> JSONResponse:
         """Respond with status 200 if requests run; 503 if the server drains, or its engine has died or starts anew."""
         is_ready = models.error is None and not lifecycle.draining and not models.is_restarting
-        return JSONResponse(Ready(ready=is_ready).model_dump(), status_code=200 if is_ready else 503)
+        return JSONResponse(ReadyResponse(ready=is_ready).model_dump(), status_code=200 if is_ready else 503)
 
     @get_and_head(app, "/version", tags=["status"])
     async def version() -> Version:

@@ -8,7 +8,7 @@ import operator
 import time
 
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class StatsLog:
         )
 
 
-async def log_stats(models: Models, interval: float) -> None:
+async def log_stats(models: ModelProvider, interval: float) -> None:
     """Log a line for each loaded model every ``interval`` seconds, forever.
 
     With several models, lines begin with a name.

@@ -17,7 +17,7 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.checkpoints.answer_formats import CALL_SYNTAXES, find_answer_format
 from metal_engine.errors import ConfigError
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.server.logs import Notices
+from metal_engine.server.logs import UniqueWarnings
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.settings.server_args import ServerArgs
@@ -166,7 +166,7 @@ def test_what_a_forced_choice_asks_for() -> None:
     def schema(choice: Any, **more: Any) -> dict[str, Any]:
         body = ChatCompletionBody(messages=USER, tools=TOOLS, tool_choice=choice, **more)  # type: ignore[arg-type]
         served = SimpleNamespace(
-            answer_format=AnswerFormat(), auto_tool_choice=True, tool_grammar="auto", notices=Notices()
+            answer_format=AnswerFormat(), auto_tool_choice=True, tool_grammar="auto", warnings=UniqueWarnings()
         )
         conversation = ChatEndpoint(served)
         conversation.tokenize(body, tokenizer)

@@ -1,6 +1,6 @@
-"""Responses of Ollama's API: one JSON object, or a line of JSON for each piece (NDJSON).
+"""Endpoint classes of Ollama's generating routes.
 
-The last line has the counts.
+A response is one JSON object, or a line of JSON for each piece (NDJSON). The last line has the counts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from metal_engine.server.generation.generation import Choice, ChoiceOutput, Gene
 from metal_engine.server.generation.preparation import BodyT, Endpoint, ServedModel
 from metal_engine.server.ollama.protocol import (
     AnswerMessage,
+    AnswerToolCall,
     CalledFunction,
     ChatAnswer,
     GenerateAnswer,
     OllamaAnswer,
     OllamaError,
-    ToolCall,
 )
 from metal_engine.server.openai.completions import CompletionEndpoint
 from metal_engine.server.openai.conversation import Conversation
@@ -78,7 +78,7 @@ class Pieces:
             return []
         function = CalledFunction(index=self._num_calls, name=start.name, arguments=arguments)
         self._num_calls += 1
-        return [AnswerMessage(tool_calls=[ToolCall(id=start.id, function=function)])]
+        return [AnswerMessage(tool_calls=[AnswerToolCall(id=start.id, function=function)])]
 
 
 def merged(pieces: list[AnswerMessage]) -> AnswerMessage:

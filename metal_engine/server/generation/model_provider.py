@@ -17,11 +17,11 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ConfigError, LoadCancelledError, ModelLoadError, ModelTooLargeError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelEntry
 from metal_engine.model_pool.registry import ModelRegistry, RegistryClosedError
-from metal_engine.server.errors import APIError, model_not_found, shutting_down
+from metal_engine.server.errors import APIError, model_not_found, shutting_down, unavailable
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
-from metal_engine.server.generation.queue_limit import RETRY_AFTER_SECONDS, QueueLimit, overloaded
-from metal_engine.server.logs import Notices
+from metal_engine.server.generation.queue_limit import QueueLimit, overloaded
+from metal_engine.server.logs import UniqueWarnings
 from metal_engine.server.workers import Workers
 from metal_engine.settings.server_args import ANY_NAME, ServerArgs
 
@@ -37,7 +37,7 @@ def served_model(
     answer_format: AnswerFormat,
     workers: Workers,
     parameters: ParameterPolicy,
-    notices: Notices | None = None,
+    warnings: UniqueWarnings | None = None,
 ) -> ServedModel:
     """Return a loaded model with the settings for serving it. ``names`` has the format of :func:`create_app`."""
     own_names = tuple(name for name in names if name != ANY_NAME) or (engine.config.model.name,)
@@ -52,11 +52,11 @@ def served_model(
         tool_grammar=args.tool_grammar,
         any_name=ANY_NAME in names,
         allowed_media_domains=args.allowed_media_domains,
-        notices=notices or Notices(),
+        warnings=warnings or UniqueWarnings(),
     )
 
 
-class Models(ABC):
+class ModelProvider(ABC):
     """Interface to the models of a server.
 
     Attributes:
@@ -146,7 +146,7 @@ class Models(ABC):
         """
 
 
-class SingleModel(Models):
+class SingleModel(ModelProvider):
     """The only model of a server."""
 
     def __init__(self, served: ServedModel) -> None:
@@ -197,7 +197,7 @@ class SingleModel(Models):
             engine.release_memory()
 
 
-class MultiModel(Models):
+class MultiModel(ModelProvider):
     """Models of a model registry."""
 
     def __init__(self, registry: ModelRegistry, args: ServerArgs, workers: Workers) -> None:
@@ -205,7 +205,7 @@ class MultiModel(Models):
         self.workers = workers
         self.parameters = ParameterPolicy(strict=args.strict_params)
         self._args = args
-        self._notices: dict[str, Notices] = {}
+        self._warnings: dict[str, UniqueWarnings] = {}
         # Weak keys: entries of unloaded models disappear.
         self._served: WeakKeyDictionary[LoadedEngine, ServedModel] = WeakKeyDictionary()
 
@@ -327,9 +327,9 @@ class MultiModel(Models):
     def _of(self, entry: ModelEntry, loaded: LoadedEngine) -> ServedModel:
         served = self._served.get(loaded)
         if served is None:
-            notices = self._notices.setdefault(entry.name, Notices())
+            warnings = self._warnings.setdefault(entry.name, UniqueWarnings())
             served = self._served[loaded] = served_model(
-                loaded.engine, (entry.name,), self._args, loaded.answer_format, self.workers, self.parameters, notices
+                loaded.engine, (entry.name,), self._args, loaded.answer_format, self.workers, self.parameters, warnings
             )
         return served
 
@@ -342,8 +342,7 @@ def load_errors_as_api_errors() -> Iterator[None]:
     except ModelTooLargeError as error:
         raise APIError(400, str(error), param="model", code="model_too_large") from error
     except LoadCancelledError as error:
-        headers = {"retry-after": str(RETRY_AFTER_SECONDS)}
-        raise APIError(503, str(error), param="model", code="model_unloaded", headers=headers) from error
+        raise unavailable(str(error), code="model_unloaded", param="model") from error
     except (ModelLoadError, ConfigError) as error:
         raise APIError(500, str(error), param="model", code="model_load_failed") from error
     except RegistryClosedError as error:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from metal_engine.server.errors import APIError, renaming, to_api_error
 from metal_engine.server.generation.generation import Generation
-from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.model_provider import ModelProvider
 from metal_engine.server.generation.preparation import BodyT, Endpoint, ServedModel, prepare
 from metal_engine.server.generation.streaming import EVENT_STREAM, EventStreamResponse, sse
 from metal_engine.server.workers import Weight
@@ -32,8 +32,8 @@ EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream"
 
 
 @dataclass(frozen=True)
-class LateErrors:
-    """Format of an error in a stream that has begun before its request was validated.
+class PreparationErrors:
+    """Format of an error in a stream that has begun before its model was loaded and its request was validated.
 
     Attributes:
         encode: function that encodes an error as an event.
@@ -44,25 +44,24 @@ class LateErrors:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-OPENAI_ERRORS = LateErrors(lambda error: sse(error.body))
+OPENAI_ERRORS = PreparationErrors(lambda error: sse(error.body))
 
 
 @dataclass(frozen=True)
-class Answerer:
+class ResponseRunner:
     """Runs requests and creates their responses: one body, or a stream of events."""
 
-    models: Models
+    models: ModelProvider
     sse_keep_alive: float
 
-    async def __call__(
+    async def run(
         self,
         request: Request,
-        kind: type[Endpoint[BodyT]],
-        endpoint: Callable[[ServedModel], Endpoint[BodyT]],
+        endpoint_class: type[Endpoint[BodyT]],
+        make_endpoint: Callable[[ServedModel], Endpoint[BodyT]],
         body: BodyT,
-        late: LateErrors | None = OPENAI_ERRORS,
+        preparation_errors: PreparationErrors | None = OPENAI_ERRORS,
         *,
-        num_earlier_characters: int = 0,
         request_id: str | None = None,
     ) -> Response:
         """Return the response to a request.
@@ -70,21 +69,19 @@ class Answerer:
         A stream begins at once. While its model is being loaded, comments in the stream say so.
 
         Args:
-            kind: class of the endpoint.
-            endpoint: function that creates the endpoint for a model.
-            late: format of errors in streams that begin before the model is loaded. None for streams that are not event
-                streams: they begin after the model is loaded.
-            num_earlier_characters: number of characters in the prompt that are not from the request's body.
+            endpoint_class: class of the endpoint.
+            make_endpoint: function that creates the endpoint for a model.
+            preparation_errors: format of errors in streams that begin before the model is loaded. None for streams that
+                are not event streams: they begin after the model is loaded.
             request_id: id of the response; None for a new one.
         """
-        response_id = request_id or f"{kind.id_prefix}-{uuid.uuid4().hex}"
-        num_bytes = len(await request.body()) + num_earlier_characters
+        response_id = request_id or f"{endpoint_class.id_prefix}-{uuid.uuid4().hex}"
 
         async def answer(served: ServedModel) -> Response:
-            return await self._answer(served, endpoint(served), body, num_bytes, response_id)
+            return await self._answer(request, served, make_endpoint(served), body, response_id)
 
-        if body.stream and late is not None and not self.models.is_ready(body.model):
-            return self.stream(self._when_loaded(request, body.model, answer, late), response_id)
+        if body.stream and preparation_errors is not None and not self.models.is_ready(body.model):
+            return self.stream(self._when_loaded(request, body.model, answer, preparation_errors), response_id)
         return await answer(await self.models.use(request, body.model))
 
     def stream(self, events: AsyncGenerator[bytes, None], request_id: str, media_type: str = EVENT_STREAM) -> Response:
@@ -94,19 +91,23 @@ class Answerer:
         return response
 
     async def _when_loaded(
-        self, request: Request, name: str | None, answer: Callable[[ServedModel], Awaitable[Response]], late: LateErrors
+        self,
+        request: Request,
+        name: str | None,
+        answer: Callable[[ServedModel], Awaitable[Response]],
+        errors: PreparationErrors,
     ) -> AsyncGenerator[bytes, None]:
         using = asyncio.ensure_future(self.models.use(request, name))
         try:
             while not using.done():
                 yield b": loading %s\n\n" % json.dumps(name).encode()
                 await asyncio.wait([using], timeout=_LOADING_SECONDS)
-            with renaming(late.renamed):
+            with renaming(errors.renamed):
                 response = await answer(using.result())
         except Exception as error:
             if not isinstance(error, APIError):
                 logger.exception("a request whose model was loaded for it failed")
-            yield late.encode(to_api_error(error))
+            yield errors.encode(to_api_error(error))
             return
         finally:
             using.cancel()
@@ -117,9 +118,9 @@ class Answerer:
                 yield data
 
     async def _answer(
-        self, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int, request_id: str
+        self, request: Request, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, request_id: str
     ) -> Response:
-        generation = await prepare(served, endpoint, body, num_bytes, request_id)
+        generation = await prepare(request, served, endpoint, body, request_id)
         if body.stream:
             return self.stream(stream_events(generation, endpoint, body), request_id, endpoint.stream_media_type)
         await generation.finish()
