@@ -1,8 +1,8 @@
 """Downloads files of a repository into the hub's cache. Interrupted downloads resume.
 
-``huggingface_hub`` restarts an interrupted file from the beginning. Large files are therefore downloaded here, to the
-place where the cache stores contents by their SHA-256. ``huggingface_hub`` finds them there, and adds
-links and small files.
+``huggingface_hub`` restarts an interrupted file from the beginning. This module therefore downloads large files itself,
+to the paths where the cache stores contents by their SHA-256. ``huggingface_hub`` finds the large files at these paths.
+It then adds links and small files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def download(repo: HubRepo, names: list[str], download_dir: str | None) -> None:
     """Download the files that the cache lacks, with a progress bar.
 
     Raises:
-        ModelLoadError: the disk does not have enough space.
+        ModelLoadError: the disk does not have enough space, or a file has the wrong SHA-256.
         Exception: any error of the hub's client, the network or the file system.
     """
     blobs = cache_folder(download_dir) / f"models--{repo.name.replace('/', '--')}" / "blobs"
@@ -76,7 +76,7 @@ def download(repo: HubRepo, names: list[str], download_dir: str | None) -> None:
 
 
 def _snapshot(repo: HubRepo, names: list[str], download_dir: str | None, *, quiet: bool) -> None:
-    """Let ``huggingface_hub`` add files to its cache and download missing ones, with progress bars unless ``quiet``."""
+    """Let ``huggingface_hub`` add files to its cache and download missing files. Show progress bars unless ``quiet``."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -101,7 +101,12 @@ def _check_space(repo: HubRepo, missing: int, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _progress(name: str, total: int, done: int) -> Iterator[Report]:
-    """Show a progress bar on a terminal, and nothing elsewhere. Yield the function that reports downloaded bytes."""
+    """Show a progress bar if standard error is a terminal. Yield the function that reports downloaded bytes.
+
+    Args:
+        total: size of all files in bytes.
+        done: number of bytes that are already present.
+    """
     from huggingface_hub.utils import are_progress_bars_disabled
 
     console = Console(stderr=True)
@@ -113,7 +118,12 @@ def _progress(name: str, total: int, done: int) -> Iterator[Report]:
 
 
 def _fetch_all(repo: HubRepo, large: dict[str, str], blobs: Path, report: Report) -> None:
-    """Download several files at a time: ``large`` maps SHA-256 to name. The first error or interrupt stops all."""
+    """Download several files at a time. The first error or interrupt stops all downloads.
+
+    Args:
+        large: names of the files by SHA-256.
+        blobs: folder of the cache for contents by SHA-256.
+    """
     stop = threading.Event()
     with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="download") as pool:
         try:
@@ -149,7 +159,14 @@ def _fetch(repo: HubRepo, name: str, sha256: str, blobs: Path, report: Report, s
 
 
 def _fetch_rest(repo: HubRepo, name: str, part: Path, report: Report, stop: threading.Event) -> None:
-    """Append the missing bytes to ``part``. Reconnects after a broken connection as long as bytes arrive."""
+    """Append the missing bytes to ``part``. Returns early if ``stop`` is set.
+
+    Reconnects after an error of the HTTP client. The error is raised if more than ``_MAX_ATTEMPTS`` attempts in
+    succession bring no byte.
+
+    Raises:
+        Exception: an error of the file system or an HTTP error status at once, or an error of the HTTP client.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     size, attempts = repo.files[name].size, 0

@@ -114,7 +114,7 @@ def read_remote_config(repo: HubRepo) -> dict[str, Any]:
 def estimated_requirements(
     repo: HubRepo, config: dict[str, Any], args: EngineArgs, device: DeviceInfo
 ) -> CheckpointRequirements:
-    """Estimate the requirements of a checkpoint from the sizes of its weight files, without a request."""
+    """Estimate the requirements of a checkpoint from the sizes of its weight files, without a request to the hub."""
     stored = sum(repo.files[name].size for name in _weight_names(repo))
     return requirements_by_size(config, stored, args, device)
 

@@ -1,6 +1,6 @@
-"""The Hugging Face hub: whether it is reachable, which files a repository has, and which files the cache has.
+"""The Hugging Face hub: whether it is reachable, which files a repository has, and which files the local cache has.
 
-Every request has a time limit. ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` have the same meaning
+Every request to the hub has a time limit. ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` have the same meaning
 as in ``huggingface_hub``.
 """
 
@@ -28,7 +28,7 @@ CONNECT_SECONDS = 3.0
 _TIMEOUT: Any = (CONNECT_SECONDS, 10.0, 10.0, 10.0)
 _CHUNK_BYTES = 1 << 16
 
-# The hub's strings must match these patterns, because they become file names here.
+# Commits and hashes from the hub must match these patterns, because they become parts of file names in the cache.
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # Start of the text that the HTTP client appends to an error.
@@ -44,7 +44,12 @@ class HubUnreachableError(Exception):
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository: its size in bytes, and its SHA-256 if the hub provides it (for large files)."""
+    """A file of a repository.
+
+    Attributes:
+        size: size in bytes; 0 if the hub does not provide it.
+        sha256: SHA-256 of the content, which the hub provides for large files; otherwise None.
+    """
 
     size: int
     sha256: str | None
@@ -114,7 +119,7 @@ def check_reachable() -> None:
 
 
 def _check_answers() -> None:
-    """Accept any response, regardless of its status. Raises as :func:`check_reachable`."""
+    """Check that the hub sends a response, regardless of its status. Raises as :func:`check_reachable`."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -147,7 +152,9 @@ def find_repo(repo: str, revision: str | None) -> HubRepo:
 
 
 def read_range(repo: HubRepo, name: str, first: int, end: int) -> bytes:
-    """Return bytes ``first`` to ``end`` (exclusive) of a file, or fewer at its end. Only these bytes are transferred.
+    """Return bytes ``first`` to ``end`` (exclusive) of a file, or fewer at its end.
+
+    Only these bytes are transferred if the server supports ranges. Otherwise, the transfer starts at byte 0.
 
     Raises:
         Exception: see :func:`find_repo`.
@@ -173,10 +180,11 @@ def read_range(repo: HubRepo, name: str, first: int, end: int) -> bytes:
 
 
 def cached_folder(repo: str, revision: str | None, download_dir: str | None, patterns: list[str]) -> Path:
-    """Return the folder of a repository in the cache, if all files that match the patterns seem to be there.
+    """Return the folder of a repository in the cache, without a request to the hub.
 
     Raises:
-        Exception: LocalEntryNotFoundError or IncompleteSnapshotError of ``huggingface_hub``.
+        Exception: LocalEntryNotFoundError or IncompleteSnapshotError of ``huggingface_hub``, if the cache lacks the
+            repository, or seems to lack files that match the patterns.
     """
     from huggingface_hub import snapshot_download
 
@@ -188,7 +196,7 @@ def cached_folder(repo: str, revision: str | None, download_dir: str | None, pat
 
 
 def cached_path(repo: HubRepo, name: str, download_dir: str | None) -> Path | None:
-    """Return the path of a file of this commit in the cache; None if the cache lacks it."""
+    """Return the path in the cache of a file at the repository's commit; None if the cache lacks it."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo.name, name, cache_dir=download_dir, revision=repo.commit)
@@ -209,7 +217,10 @@ def cached_repos(download_dir: str | None) -> list[str]:
 
 
 def fetch_tokenizer(repo: str, download_dir: str | None) -> Path:
-    """Return the local folder of a repository's tokenizer. Download it if the cache lacks it.
+    """Return the local folder of a repository's tokenizer.
+
+    Downloads the files that the cache lacks or has in an older version. If the hub cannot be used, the cached files are
+    returned.
 
     Args:
         repo: name of the repository.
