@@ -1,4 +1,7 @@
-"""Builds an engine from model, backend, runner and configuration. Used by the command line and :class:`LLM`."""
+"""Builds an engine: loads the model, and creates its backend, runner and configuration.
+
+Used by the command line and :class:`LLM`.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,8 @@ class _Inputs:
         blas: BLAS that MLX has loaded.
         ranks: ranks of the engine.
         transfer: settings of the KV store; None without a store.
-        earlier: configuration of an engine with the same settings, which this engine replaces.
+        earlier: configuration of the engine that this engine replaces, with the same settings; None if this engine
+            replaces none.
     """
 
     args: EngineArgs
@@ -74,8 +78,8 @@ def build_engine(
 
     Args:
         access: grants memory. If several models use the device, the settings must give the size of the KV cache.
-        earlier: configuration of an engine with the same settings, which this engine replaces. Sizes are taken from it,
-            and checks that this engine has passed are left out.
+        earlier: configuration of the engine that this engine replaces, with the same settings. The new engine has the
+            same sizes. Checks that the earlier engine has passed are left out. None: this engine replaces none.
 
     Raises:
         ModelLoadError: the model cannot be loaded or run.
@@ -106,7 +110,7 @@ def _build(inputs: _Inputs, chat_template: str | None) -> BuiltEngine:
     """Load a model and build its engine.
 
     Args:
-        chat_template: chat template instead of the model's own.
+        chat_template: chat template to use instead of the model's own; None for the model's own.
     """
     from metal_engine.attention.choice import choose_backend
     from metal_engine.checkpoints import loader
@@ -132,7 +136,7 @@ def _assemble(inputs: _Inputs, choice: BackendChoice, loaded: LoadedModel, check
     """Build the engine of a loaded model.
 
     Args:
-        checks: checks that the model has passed.
+        checks: checks that the model has passed. They have found its draft head and its image processing.
     """
     from metal_engine.device.info import device_info
     from metal_engine.runner.dispatch import choose_dispatch
@@ -168,7 +172,7 @@ def _assemble(inputs: _Inputs, choice: BackendChoice, loaded: LoadedModel, check
     )
     if earlier is None:
         config = replace(config, warm_up_seconds=time.monotonic() - began)
-    # The encoder may work in only one of this process and an earlier process.
+    # The image encoder may fail in this process after it worked in an earlier process, or the reverse.
     refusal = config.model.image_refusal or opened.info.image_refusal
     config = with_largest_image(replace(config, model=replace(config.model, image_refusal=refusal)))
     config = replace(config, head_refusal=drafts.refusal)
@@ -208,7 +212,12 @@ def _assemble(inputs: _Inputs, choice: BackendChoice, loaded: LoadedModel, check
 def _connect_kv(
     transfer: KVTransferConfig, config: EngineConfig, loaded: LoadedModel, opened: OpenedModel, drafts: Drafts
 ) -> tuple[EngineConfig, KVConnectorScheduler, KVConnectorRunner]:
-    """Connect an engine to its KV store. Return the configuration with the store's fingerprint, and both halves."""
+    """Connect an engine to its KV store.
+
+    Returns:
+        The configuration with the fingerprint and the KV role, the scheduler's side of the connection, and the runner's
+        side.
+    """
     from metal_engine.kv_transfer.connect import connect_kv
 
     paged, model_config = opened.paged, loaded.config

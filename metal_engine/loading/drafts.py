@@ -1,4 +1,4 @@
-"""Loads the draft model or the draft head of ``--speculative-config``, and describes it to the build."""
+"""Loads the draft model or the draft head of ``--speculative-config``."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _HEAD_METHODS = ("mtp", "auto")
 
 @dataclass(frozen=True)
 class Drafts:
-    """Source of drafts that computes on the device, or no such source.
+    """Draft model or draft head of an engine. If there is neither, only ``refusal`` may be set.
 
     Attributes:
         info: facts about the draft model or the draft head. Its weights and KV take memory beside the model's.
         make: creates the drafter for a configuration.
-        models: models whose largest step counts, because they run in steps of their own.
+        models: the draft model, if there is one. It runs in steps of its own, whose memory is measured separately.
         head: draft head, which runs in the steps of its model.
-        weights_of_kv: further weights, by name, that determine the KV in the model's pool.
+        weights_of_kv: weights of the draft head, by name. They determine a part of the KV in the model's pool.
         refusal: reason why the method ``auto`` does not use the draft head; None if there is no such reason.
     """
 
@@ -57,18 +57,21 @@ class Drafts:
     refusal: str | None = None
 
     def drafter(self, config: EngineConfig) -> Drafter | None:
-        """Return the drafter for a configuration; None without a source of drafts."""
+        """Return the drafter for a configuration; None without a draft model or a draft head."""
         return None if self.make is None else self.make(config)
 
 
 def find_head(args: EngineArgs) -> Path | None:
-    """Return the file or folder of the draft head in ``model`` of ``--speculative-config``. Download missing files.
+    """Return the file or folder of the draft head that ``model`` of ``--speculative-config`` names.
+
+    Downloads missing files.
 
     Returns:
-        None if ``--speculative-config`` names no draft head.
+        The path; None if ``--speculative-config`` names no draft head.
 
     Raises:
-        ModelLoadError: there is no such head.
+        ModelLoadError: the head cannot be found or downloaded.
+        ConfigError: ``--speculative-config`` is invalid.
     """
     from metal_engine.checkpoints.draft_heads.sources import find_sidecar
 
@@ -80,7 +83,7 @@ def find_head(args: EngineArgs) -> Path | None:
 
 
 def check_head(args: EngineArgs, place: Path) -> None:
-    """Check a place for a draft head if ``--speculative-config`` has the method ``mtp``.
+    """Check that a file or folder has a draft head, if ``--speculative-config`` has the method ``mtp``.
 
     Call it before the model's weights are read.
 
@@ -88,7 +91,7 @@ def check_head(args: EngineArgs, place: Path) -> None:
         place: file or folder of the head.
 
     Raises:
-        ModelLoadError: there is no draft head.
+        ModelLoadError: there is no draft head, or its files are invalid.
     """
     from metal_engine.checkpoints.draft_heads.names import has_head, no_head_error
 
@@ -108,15 +111,16 @@ def admit_head(
     Call it before the model's weights are read.
 
     Args:
-        folder: folder or GGUF file of the model.
+        folder: directory or GGUF file of the model.
         head: place of the draft head (:func:`find_head`); None for a head among the model's files.
         requirements: requirements of the model, which fits on its own.
 
     Returns:
-        None. If the method is ``auto`` and the head does not fit, the reason.
+        The reason not to use the head, if the method is ``auto`` and the head does not fit or its files are invalid.
+        None in all other cases.
 
     Raises:
-        ModelLoadError: the head does not fit, and the method is ``mtp``.
+        ModelLoadError: the method is ``mtp``, and the head does not fit or its files are invalid.
     """
     from metal_engine.checkpoints.checkpoint import OWN_WEIGHTS, stored_tensors
     from metal_engine.checkpoints.draft_heads.names import head_files
@@ -173,7 +177,9 @@ def load_drafts(
     head: Path | None = None,
     refusal: str | None = None,
 ) -> Drafts:
-    """Load the source of drafts that ``--speculative-config`` names, if it computes on the device.
+    """Load the draft model or the draft head that ``--speculative-config`` names, if any.
+
+    With the method ``auto``, a head that cannot be used is logged and becomes ``refusal`` of the result.
 
     Args:
         target: model that gets the drafts.
@@ -182,8 +188,8 @@ def load_drafts(
         refusal: result of :func:`admit_head`.
 
     Raises:
-        ModelLoadError: the draft model or the draft head cannot be loaded or run.
-        ConfigError: it does not fit the model.
+        ModelLoadError: the draft model, or with the method ``mtp`` the draft head, cannot be loaded or run.
+        ConfigError: the draft model or the draft head does not fit the model.
     """
     config = speculative_config(args)
     if config is None or config.method == "ngram":
@@ -210,7 +216,7 @@ def load_drafts(
 
 @contextmanager
 def _naming_the_head() -> Iterator[None]:
-    """Say in errors that they are about the draft head. Exceptions of libraries that read files become such errors."""
+    """Within this context, convert all exceptions except ConfigError to a ModelLoadError that names the draft head."""
     try:
         yield
     except ConfigError:
@@ -278,11 +284,11 @@ def _load_head(name: str, place: Path, target: LoadedModel, opened: OpenedModel,
     """Load a draft head.
 
     Args:
-        name: name of the head for the user.
+        name: name of the head in messages.
         place: file or folder with the head.
 
     Raises:
-        ModelLoadError: there is no draft head, or it does not fit the model.
+        ModelLoadError: there is no draft head, its files are invalid, or it does not fit the model.
     """
     from mlx.utils import tree_flatten
     from mlx_lm.utils import get_total_parameters

@@ -1,6 +1,6 @@
-"""Estimate of the memory for encoding a model's largest image before the load, used to make room for the model.
+"""Estimates, before a model is loaded, the memory for encoding its largest image. Used to make room for the model.
 
-The memory is measured after the load (:mod:`metal_engine.runner.encode_memory`).
+After the load, the memory is measured (:mod:`metal_engine.runner.encode_memory`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from metal_engine.runner.encode_memory import CPU_TOKENS
 from metal_engine.settings.config import DeviceInfo
 
 # The peak memory is about the sum of these float32 arrays:
-# - _LAYER_ARRAYS arrays of the size of queries, keys, values and the feed-forward layer
+# - _LAYER_ARRAYS arrays of the size of all patches' queries, keys, values, feed-forward activations and pixels
 # - on a CPU, _SCORE_ARRAYS arrays of the size of an image's attention scores
 _LAYER_ARRAYS = 6
 _SCORE_ARRAYS = 2
 _NUMBER_BYTES = 4
-# Fields with the number of patches per side that become one feature.
+# Configuration fields with the side, in patches, of the square of patches that becomes one image token.
 _MERGES = ("spatial_merge_size", "scale_factor", "downsample_factor", "merge_kernel_size")
 
 
@@ -27,6 +27,7 @@ def estimate_encode_bytes(config: Mapping[str, Any], device: DeviceInfo, num_tok
 
     Args:
         config: content of ``config.json`` of a model with an image encoder.
+        device: device on which the encoder will run.
     """
     vision = config["vision_config"]
     hidden = int(vision.get("embed_dim") or vision.get("hidden_size") or 0)
@@ -50,7 +51,7 @@ def _patches_per_token(config: Mapping[str, Any], vision: Mapping[str, Any]) -> 
 
 
 def _side(size: Any) -> int:
-    """Return the length of a side, which some configurations have as a list or by the name of the side."""
+    """Return the height from a size. A size is a number, a list that begins with it, or a dict with ``height``."""
     if isinstance(size, dict):
         size = size["height"]
     return int(size[0] if isinstance(size, list) else size)

@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Width and height in pixels of an image of the smallest number of tokens.
+# Width and height, in pixels, of an image that becomes the smallest possible number of tokens.
 _SMALL_SIZE = (64, 64)
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of an encoder in bytes: its weights, and the features of an image token."""
+    """Sizes of an encoder in bytes: all its weights, and the features of one image token."""
 
     weight_bytes: int
     feature_bytes: int
 
 
 def warn_of_refusal(name: str, refusal: str) -> None:
-    """Log the reason why a model with an image encoder refuses images; nothing for other models."""
+    """Log the reason why a model with an image encoder refuses images. For text models, log nothing."""
     if refusal != TEXT_ONLY:
         logger.warning("%s serves text, and refuses images: %s", name, refusal)
 
@@ -48,13 +48,14 @@ def warn_of_refusal(name: str, refusal: str) -> None:
 def find_vision(
     args: EngineArgs, folder: Path, requirements: CheckpointRequirements, device: DeviceInfo
 ) -> VisionConfig | str:
-    """Return the processing of images for a model, or the reason to refuse images, before the weights are read.
+    """Return a model's image processing configuration, or the reason to refuse images. Reads no weights.
 
     Args:
         folder: directory of the checkpoint, or a GGUF file.
 
     Raises:
-        ConfigError: the settings conflict, or no image has as few tokens as ``--max-num-encoder-tokens``.
+        ConfigError: the settings conflict, or even the smallest image has more tokens than
+            ``--max-num-encoder-tokens``.
     """
     from metal_engine.models.info import expected_model_info
 
@@ -79,10 +80,10 @@ def add_image_input(
 ) -> ModelInfo:
     """Load the image encoder of a model, and check that images reach the model correctly.
 
-    If that fails, the model serves text, and one line is logged.
+    Adds the encoder to ``opened.paged``. If that or the check fails, the model serves text, and the reason is logged.
 
     Args:
-        vision: result of :func:`find_vision`.
+        vision: result of :func:`find_vision`. If it is a reason to refuse images, nothing is loaded.
         is_checked: True if an earlier process has checked the same model.
 
     Returns:

@@ -51,7 +51,12 @@ class LoadChecks:
         self.vision: VisionConfig | str = TEXT_ONLY
 
     def check(self, requirements: CheckpointRequirements) -> None:
-        """Raise an error if the model cannot run on the device."""
+        """Check that the model can run on the device. Seeds MLX's random numbers with ``--seed``.
+
+        Raises:
+            ModelLoadError: the model's architecture is not supported, or the model is too large.
+            ConfigError: the KV cache cannot have the requested settings.
+        """
         import mlx.core as mx
 
         check_before_loading(self._args, requirements, self.device, self._ranks.divide)
@@ -64,17 +69,24 @@ class LoadChecks:
         self._access.check_fits(requirements.weight_bytes + kv_bytes)
 
     def check_files(self, place: Path) -> None:
-        """Raise an error if the files differ between ranks, or lack the draft head of the settings.
+        """Raise an error if the files differ between ranks, or if the method is ``mtp`` and there is no draft head.
 
         Args:
-            place: directory or GGUF file of the model.
+            place: directory or GGUF file of the model. Kept for :meth:`claim`.
         """
         self._place = place
         self._ranks.same_files(place)
         check_head(self._args, self.head or place)
 
     def claim(self, requirements: CheckpointRequirements) -> None:
-        """Decide whether the model gets its draft head and its image encoder, and claim the memory for the load."""
+        """Decide whether the model gets its draft head and its image encoder, and claim the memory for the load.
+
+        With several models, this may block until other models are unloaded.
+
+        Raises:
+            ModelLoadError: the model or its draft head does not fit, or the load was cancelled.
+            ConfigError: settings of image input conflict.
+        """
         from metal_engine.checkpoints.requirements import check_memory
         from metal_engine.device.info import device_info
 
@@ -97,9 +109,9 @@ def _expected_bytes(
         refusal: reason to refuse images; None to include their memory.
 
     Returns:
-        Bytes of the KV cache and of kept features of images, as far as the settings and the configuration determine
-        them. Estimated bytes of the largest step and of encoding the largest image, or None if they cannot be estimated
-        yet.
+        Two sizes in bytes. The first is the KV cache and the cache of image features, as far as the settings and the
+        configuration determine them. The second is an estimate for the largest step and for encoding the largest image.
+        It is None if it cannot be estimated yet.
     """
     import mlx.core as mx
 
@@ -129,7 +141,7 @@ def _claim_for_loading(
     device: DeviceInfo,
     vision: VisionConfig | str,
 ) -> None:
-    """Reserve the memory for reading the weights and measuring a step. The final memory is reserved after that."""
+    """Reserve the memory for reading the weights and measuring a step. The build later reserves the final memory."""
     refusal = vision if isinstance(vision, str) else None
     kv_bytes, step_bytes = _expected_bytes(args, requirements, device, refusal)
     access.claim(

@@ -26,7 +26,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """Model that has been verified to work with a paged KV cache, with its attention backend."""
+    """Model that has been verified to work with a paged KV cache.
+
+    Attributes:
+        paged: model with its pool of KV blocks.
+        info: facts about the model.
+        attention: chosen attention backend, and the layers that it covers.
+    """
 
     paged: PagedModel
     info: ModelInfo
@@ -41,7 +47,7 @@ class OpenedModel:
         *,
         max_over_ranks: Callable[[str, int], int],
     ) -> int:
-        """Run a step, followed by a draft head if there is one. Return its memory besides weights and KV, in bytes."""
+        """Run a step, and ``head`` after it if given. Return the memory besides weights and KV, in bytes."""
         from metal_engine.runner.step_memory import measure_step_bytes
 
         longest = self.info.max_position_embeddings
@@ -66,6 +72,9 @@ def open_model(
     Args:
         is_checked: True if an earlier process has checked the model. The check is then left out, unless it decides
             whether kernels for recurrent layers are used.
+
+    Raises:
+        UnsupportedModelError: the model's architecture is not supported, or the check fails.
     """
     from metal_engine.attention.metal.variants import UnsupportedAttentionError
     from metal_engine.models.attention_kinds import attention_kinds
@@ -115,7 +124,9 @@ def open_model(
 
 
 def _with_recurrence(paged: PagedModel, ranks: Ranks, run: Callable[[], T]) -> T:
-    """Call ``run``. If the model does not run with the kernels for recurrent layers, drop them and call it again."""
+    """Return the result of ``run``. If it raises UnsupportedModelError, drop the model's kernels for recurrent layers
+    and call ``run`` again.
+    """
     try:
         return run()
     except UnsupportedModelError as error:

@@ -1,4 +1,4 @@
-"""Upper estimate of the memory of the largest step of a model before it is loaded, used to make room for the model."""
+"""Estimates, before a model is loaded, an upper limit of the memory of its largest step. Used to make room for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from metal_engine.settings.config import DeviceInfo, ModelInfo
 
 # The peak memory of a step's layers is the sum of these float32 arrays, plus a margin, because architectures differ:
 # - _LAYER_ARRAYS arrays of the size of the widest part of a layer
-# - _ATTENTION_ARRAYS arrays of the size of a tile of scores, a span of keys and a span of values together
+# - _ATTENTION_ARRAYS arrays of the size of the scores, keys and values that attention processes at a time
 # - _STATE_ARRAYS arrays of the size of all recurrent states
 _LAYER_ARRAYS = 8
 _ATTENTION_ARRAYS = 4
@@ -26,10 +26,12 @@ def estimate_step_bytes(
 ) -> int:
     """Return an upper estimate of the memory for measuring a step, in bytes.
 
-    This is the memory of the step. If the step's cache is larger than the model's own cache, the difference is added.
+    The step is measured with a temporary KV cache. If that cache is larger than ``kv_bytes``, the estimate includes the
+    difference.
 
     Args:
         info: metadata of a model that has not been loaded.
+        block_size: number of tokens in a block of the KV cache.
         kv_bytes: size of the KV cache that the model will allocate later, in bytes.
         num_tokens: number of tokens in the step.
         num_rows: number of rows that sample.
