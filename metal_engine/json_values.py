@@ -8,11 +8,12 @@ from typing import Any
 
 
 def num_characters(value: Any, *, per_value: int = 64, limit: float = math.inf) -> int:
-    """Return the number of characters of all strings in a JSON value. Stops once the number exceeds ``limit``.
+    """Return the size of a JSON value: the characters of all its strings, and ``per_value`` for each value in it.
 
     Args:
-        per_value: number to add for each value besides its characters. 64 is about the memory of a Python object in
-            bytes.
+        per_value: number to add for each value, including the names of members. 64 is about the memory of a Python
+            object in bytes.
+        limit: size above which the traversal stops. The result then exceeds ``limit``, but is not the full size.
     """
     total = 0
     for one in parts(value):

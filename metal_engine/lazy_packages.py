@@ -1,4 +1,4 @@
-"""Packages whose ``__init__`` runs only if a name is needed that no submodule has.
+"""Packages whose ``__init__`` runs only when code needs a name that is neither a submodule nor in a table here.
 
 The ``__init__`` of transformers reads its 2,800 files, which takes a second and 6 MiB of memory in each process. The
 ``__init__`` of gguf imports a writer of files, uvicorn imports a command line, and mlx-lm loads MLX.
@@ -17,7 +17,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-# Package -> names that its ``__init__`` offers, and the submodules that define them. A package comes before its parts.
+# Package -> names that its ``__init__`` offers, and the submodules that define them. Parent packages come first.
 _PACKAGES: dict[str, dict[str, str]] = {
     "gguf": {},
     "mlx_lm": {},
@@ -67,7 +67,7 @@ class LazyPackage(ModuleType):
         return super().__getattribute__(name)
 
     def _complete(self) -> None:
-        """Run the ``__init__``, unless it has run."""
+        """Run the package's ``__init__``, unless it has run or is running."""
         with self._lock:
             if not self._is_complete:
                 self._is_complete = True
@@ -76,7 +76,10 @@ class LazyPackage(ModuleType):
 
 
 def make_packages_lazy() -> None:
-    """Make packages lazy, except those that have been imported. Call it at the start of a process."""
+    """Make the packages of ``_PACKAGES`` lazy, except packages that are already imported or not installed.
+
+    Changes ``sys.modules``. Call it at the start of a process.
+    """
     for package, names in _PACKAGES.items():
         if package not in sys.modules and (spec := importlib.util.find_spec(package)) is not None:
             sys.modules[package] = LazyPackage(spec, names)

@@ -1,4 +1,4 @@
-"""How other Python processes are started, with the import path of this process."""
+"""Command and environment for starting other Python processes with the import path of this process."""
 
 from __future__ import annotations
 

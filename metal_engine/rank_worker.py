@@ -1,4 +1,4 @@
-"""Runs a rank other than 0: it computes its shard of the steps that rank 0 of its group plans and serves."""
+"""Runs a rank other than 0. The rank computes its shard of the steps that rank 0 plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from metal_engine.step import RunnerLostError
 
 
 def run_as_follower(args: EngineArgs) -> int:
-    """Compute until rank 0 ends. Return the exit status of the process.
+    """Load this rank's shard, and compute until rank 0 ends. Return the exit status of the process.
+
+    Ignores SIGINT from then on.
 
     Raises:
         ConfigError: the settings cannot work.
@@ -35,7 +37,8 @@ def run_as_follower(args: EngineArgs) -> int:
 def main() -> None:
     """Run a rank that another process has started on this machine.
 
-    Standard input contains the settings as a line of JSON, and is closed when that process ends.
+    The first line of standard input contains the settings as JSON. Standard input is closed when the other process
+    ends, and this process then ends, too.
     """
     parameters = json.loads(sys.stdin.readline())
     end_with(sys.stdin.fileno())
