@@ -2,7 +2,7 @@
 
 Each family of models publishes its head under its own names. Each head has two input norms (of the embedding and of the
 hidden state), a projection of both inputs, transformer blocks, and a final norm. This module maps published names to
-Qwen's, which :class:`metal_engine.models.draft_head.DraftHead` has.
+Qwen's names, which are also the names in :class:`metal_engine.models.draft_head.DraftHead`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FP8_SCALES = "_scale_inv"
 
 @dataclass(frozen=True)
 class _Layout:
-    """Names of a head below a prefix such as ``mtp.``, as patterns.
+    """Regular expressions for one family's names of a head's weights. A prefix such as ``mtp.`` is removed first.
 
     Attributes:
         parts: pattern of each part's name, by the part's name in the engine.
-        block: pattern of the names of a block's weights. The groups are the index of the block, which may be empty, and
-            the name within the block.
+        block: pattern of the names of a block's weights. Its first group is the index of the block, which may be empty.
+            Its second group is the weight's name within the block.
         hidden_first: True if the projection reads the hidden state before the embedding.
         copies: pairs of a module's name in the engine and a pattern, for modules that repeat the model's embedding
             table or LM head.
@@ -184,6 +184,9 @@ def head_files(place: Path) -> list[Path]:
     Args:
         place: a file, or a folder with ``mtp/*.safetensors``, ``mtp*.safetensors`` or other safetensors files, in this
             order of precedence.
+
+    Returns:
+        The safetensors files; an empty list if there are none.
     """
     if place.is_file():
         return [place] if place.suffix == ".safetensors" else []
@@ -209,7 +212,7 @@ def no_head_error(place: Path) -> ModelLoadError:
 
 
 def has_only_head(place: Path) -> bool:
-    """Return True if all weights in a folder belong to a draft head.
+    """Return True if all weights in a folder belong to a single draft head. With several heads, return False.
 
     Raises:
         ModelLoadError: a file is not a safetensors file.
@@ -220,7 +223,10 @@ def has_only_head(place: Path) -> bool:
 
 
 def head_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """Return the tensors of the usable draft head among some tensors, without weights that repeat the model's."""
+    """Return the tensors of the draft head among some tensors, without weights that repeat the model's.
+
+    Returns an empty list if there is no head, or if there are several.
+    """
     names = _usable_head(tensor.name for tensor in tensors)
     wanted = set() if names is None else set(names.published)
     return [tensor for tensor in tensors if tensor.name in wanted]

@@ -1,4 +1,7 @@
-"""Quantized weights of draft heads: MLX's formats, which stay as they are, and published FP8 with scales of blocks."""
+"""Quantized weights of draft heads, in MLX's formats or in FP8 with one scale per block.
+
+Weights in MLX's formats stay quantized. FP8 weights become bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from metal_engine.checkpoints.draft_heads.names import FP8_SCALES
 from metal_engine.errors import ModelLoadError, short
 
-# Blocks of published FP8 weights that have one scale, if the configuration names no other size.
+# Rows and columns of a block of FP8 weights with one scale, if the configuration names no other size.
 _FP8_BLOCK = [128, 128]
 # Bits and group sizes of MLX's affine mode. MLX ends the process on a group size of zero.
 _BITS, _GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
@@ -21,14 +24,14 @@ _MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 
 
 def without_fp8(arrays: dict[str, mx.array], config: Mapping[str, Any]) -> dict[str, mx.array]:
-    """Return the arrays without FP8: weights with scales of blocks become bfloat16, and the scales are left out.
+    """Convert FP8 weights to bfloat16 with their scales. Return all arrays except the scales.
 
     Args:
         arrays: arrays by published name.
         config: content of the ``config.json`` beside the arrays' files.
 
     Raises:
-        ModelLoadError: the scales do not fit the weights, or the configuration's size of blocks is invalid.
+        ModelLoadError: scales lack or do not fit their weights, or the configuration's size of blocks is invalid.
     """
     quantization = config.get("quantization_config")
     named = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
@@ -45,7 +48,17 @@ def without_fp8(arrays: dict[str, mx.array], config: Mapping[str, Any]) -> dict[
 
 
 def _from_fp8(name: str, weight: mx.array, scales: mx.array, num_rows: int, num_columns: int) -> mx.array:
-    """Return weights, [..., m, n] bfloat16, from numbers in E4M3 and a scale for each block of rows and columns.
+    """Convert FP8 weights in E4M3 to bfloat16.
+
+    Args:
+        name: name of the weights in errors.
+        weight: E4M3 codes as uint8, [..., m, n].
+        scales: scale of each block, [..., ceil(m / num_rows), ceil(n / num_columns)].
+        num_rows: number of rows of a block.
+        num_columns: number of columns of a block.
+
+    Returns:
+        The weights, [..., m, n] bfloat16.
 
     Raises:
         ModelLoadError: the weights are not FP8, or the scales have another shape.
@@ -64,7 +77,7 @@ def _from_fp8(name: str, weight: mx.array, scales: mx.array, num_rows: int, num_
 
 
 def mlx_quantization(path: str, module: nn.Module, arrays: Mapping[str, mx.array]) -> dict[str, Any] | bool:
-    """Return the arguments that quantize a module as its stored weights are quantized; False if they are not.
+    """Return the arguments of ``to_quantized`` that match a module's stored weights; False if they are not quantized.
 
     Args:
         path: name of the module.
@@ -82,7 +95,12 @@ def mlx_quantization(path: str, module: nn.Module, arrays: Mapping[str, mx.array
 
 
 def stored_quantization(path: str, num_inputs: int, arrays: Mapping[str, mx.array]) -> dict[str, Any]:
-    """Return the group size, the bits and the mode of stored weights with ``num_inputs`` columns.
+    """Return the group size, the bits and the mode of a module's stored weights, as arguments for MLX.
+
+    Args:
+        path: name of the module.
+        num_inputs: number of columns of the weights before quantization.
+        arrays: stored arrays by name, with the module's weights and scales.
 
     Raises:
         ModelLoadError: the weights are not quantized in one of MLX's modes for this number of columns.
@@ -111,7 +129,7 @@ def check_types(head: nn.Module) -> None:
 
 
 def _is_packed(module: nn.Module, name: str) -> bool:
-    """Return True if an array of a module is one that MLX stores as integers."""
+    """Return True if MLX stores this array of a quantized module as integers."""
     if "scales" not in module:
         return False
     is_weight = name == "weight" and module.weight.dtype == mx.uint32

@@ -1,6 +1,6 @@
 """Finds draft heads outside their model's checkpoint: on this machine, in the hub's cache, or on the hub.
 
-Downloads only files with weights of the head, even from the repository of a whole model.
+Downloads only the files with weights of the head and ``config.json``, even from the repository of a whole model.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from metal_engine.errors import ModelLoadError
 def find_sidecar(name: str, revision: str | None, download_dir: str | None) -> Path:
     """Return the file or folder of a draft head. Download missing files from the hub.
 
+    A local path is returned without a check for a draft head.
+
     Args:
         name: a path, or a repository on the hub as REPO or REPO@REVISION.
         revision: revision on the hub; None for the revision in ``name``, or else the default branch.
@@ -54,10 +56,14 @@ def find_sidecar(name: str, revision: str | None, download_dir: str | None) -> P
 
 
 def pull_only_head(name: HubName, download_dir: str | None) -> Path | None:
-    """Download a repository that has a draft head and no model. Return its folder.
+    """Download the draft head of a repository that has no model. Return its folder.
 
     Returns:
-        The folder. None if the hub cannot be reached, or if the repository has a model or no weights.
+        The folder. None if the hub cannot be reached or the repository cannot be inspected, or if the repository has a
+        model or no draft head.
+
+    Raises:
+        Exception: the download failed (:func:`metal_engine.checkpoints.hub.download.download`).
     """
     if is_offline():
         return None
@@ -99,7 +105,7 @@ def _has_only_head(repo: HubRepo) -> bool:
 
 
 def _files_by_tensor(repo: HubRepo) -> dict[str, str]:
-    """Return the name of each tensor's file, from the index or else from the headers of the files.
+    """Return the file name of each tensor by the tensor's name, from the index or else from the headers of the files.
 
     Raises:
         ModelLoadError: the index or a header is invalid.

@@ -33,7 +33,7 @@ from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line,
 _NORMS = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")
 _EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(.+)")
 _STACK = re.compile(r"(.*\.)switch_mlp\.(.+)")
-# Weights of recurrent layers tell published checkpoints from converted ones: mlx-lm moves their last axis.
+# Weights whose shape distinguishes published checkpoints from converted ones: mlx-lm moves their last axis.
 _CONVOLUTION = "conv1d.weight"
 # Type of heads that mlx-vlm has written. Both when it reads and when it writes, mlx-vlm shifts norms if names begin
 # with "mtp.".
@@ -68,7 +68,7 @@ class HeadWeights:
 
 
 def last_attention_layer(model: nn.Module) -> int:
-    """Return the index of a model's last layer with attention, which a draft head has, too.
+    """Return the index of a model's last layer with attention. The blocks of a draft head have attention, too.
 
     Raises:
         UnsupportedModelError: there is no such layer.
@@ -89,7 +89,10 @@ def read_head(place: Path, model: nn.Module) -> HeadWeights:
 
     Args:
         place: a file or a folder (:func:`head_files`).
-        model: mlx-lm model of the head.
+        model: mlx-lm model that the head belongs to.
+
+    Returns:
+        The weights. Most of them are lazy arrays.
 
     Raises:
         ModelLoadError: the files have no head, or the head cannot be used. The message gives the reason.
@@ -120,7 +123,11 @@ def read_head(place: Path, model: nn.Module) -> HeadWeights:
 
 
 def _arrays(tensors: dict[Path, list[StoredTensor]], wanted: set[str]) -> dict[str, mx.array]:
-    """Return some arrays by name. Nothing is read before an array is evaluated."""
+    """Return the arrays whose names are in ``wanted``, as lazy arrays by name.
+
+    Args:
+        tensors: tensors of each file, from its header.
+    """
     found: dict[str, mx.array] = {}
     for path, each in tensors.items():
         if names := [one.name for one in each if one.name in wanted]:
@@ -130,7 +137,7 @@ def _arrays(tensors: dict[Path, list[StoredTensor]], wanted: set[str]) -> dict[s
 
 
 def _present(names: dict[str, str], arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return arrays by the engine's names. Leaves out the names of FP8 scales, whose arrays were removed."""
+    """Return arrays by the engine's names. Leaves out names without an array: the names of removed FP8 scales."""
     return {name: arrays[published] for name, published in names.items() if published in arrays}
 
 
@@ -172,7 +179,13 @@ def _own_table(copies: dict[str, mx.array], names: HeadNames, model: nn.Module) 
 
 
 def _is_copy(name: str, copies: dict[str, mx.array], module: nn.Module) -> bool:
-    """Return True if stored weights are missing, or nearly those of a module of the model. Compares the first rows."""
+    """Return True if the head has no weights of this name, or if their first rows are close to the module's.
+
+    Args:
+        name: ``embed_tokens`` or ``lm_head``.
+        copies: stored arrays by names that begin with ``name``, and others.
+        module: module of the model.
+    """
     if f"{name}.weight" not in copies:
         return True
     own = {kind: array for kind, array in module.items() if isinstance(array, mx.array)}
@@ -211,7 +224,7 @@ def embedding_table(model: nn.Module) -> nn.Module:
 
 
 def _weights_of_last_norm(model: nn.Module) -> dict[str, mx.array]:
-    """Return the weights of a head that uses the model's last norm.
+    """Return the norm and the ``hidden_scale`` of a head that uses the model's last norm.
 
     Such a head reads the hidden states before that norm. They equal the hidden states after the norm, divided by the
     norm's weight, except for their length. The head's own norm changes the length anyway.
@@ -345,7 +358,7 @@ def _with_single_experts(block: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _with_stacked_experts(block: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return the weights of a block, with weights of single experts stacked that ``sanitize`` has left unstacked."""
+    """Stack the weights of single experts, if ``sanitize`` has not stacked them. Return all weights of the block."""
     stacks: dict[str, dict[int, mx.array]] = {}
     others = {}
     for name, array in block.items():
