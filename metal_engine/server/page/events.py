@@ -13,7 +13,7 @@ from metal_engine.engine.step_observer import Frame, SeenRequest, StepRow, StepS
 from metal_engine.request import client_id
 from metal_engine.server.page.pool_mirror import BlockRun, runs_of
 
-# Bits in the flags of a segment.
+# Bits in the flags of a segment, which describes one request's tokens in a step.
 FRESH = 1
 SAMPLES = 2
 # Number of characters of a request's id in events. Clients can recognize their own ids, but cannot learn other ids.
@@ -21,7 +21,7 @@ _SHOWN_ID_CHARACTERS = 12
 
 
 def event(name: str, data: dict[str, Any]) -> bytes:
-    """Encode one server-sent event."""
+    """Encode one server-sent event with this name and ``data`` as JSON."""
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode("ascii")
 
 
@@ -74,7 +74,8 @@ def snapshot(engine: AsyncEngine, names: Sequence[str], requests: Sequence[SeenR
 def stats(engine: AsyncEngine) -> dict[str, Any]:
     """Return current counts, and totals since the start.
 
-    ``first_token`` and ``inter_token`` are latencies: their sum in seconds, and the number of values.
+    ``first_token`` and ``inter_token`` are latencies: their sum in seconds, and the number of values. ``drafts`` has the
+    numbers of proposed and of accepted tokens. ``time`` is Unix time in seconds.
     """
     now, m = engine.stats, engine.metrics
     return {
@@ -97,7 +98,7 @@ def stats(engine: AsyncEngine) -> dict[str, Any]:
 
 
 def frame_data(frame: Frame, stats_now: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a frame event. Empty fields are left out."""
+    """Return the fields of a frame event. Empty fields are left out, except ``whole`` and ``stats``."""
     parts = {
         "rows": [_row(row) for row in frame.rows],
         "requests": [_request(seen) for seen in frame.requests],
@@ -112,7 +113,13 @@ def frame_data(frame: Frame, stats_now: dict[str, Any]) -> dict[str, Any]:
 
 
 def piece_data(tables: dict[int, list[BlockRun]], cached: list[BlockRun], is_whole: bool) -> dict[str, Any]:
-    """Return a part of a snapshot in the format of a frame."""
+    """Return a part of a snapshot in the format of a frame.
+
+    Args:
+        tables: block tables by request key.
+        cached: runs of cached blocks.
+        is_whole: True if the pool is completely described once the viewer has this part.
+    """
     return {"tables": [[key, 1, runs] for key, runs in tables.items()], "cached": cached, "whole": is_whole}
 
 

@@ -50,14 +50,18 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class PageFile:
-    """A file, and the ETag with which browsers revalidate their copy."""
+    """A file with its media type, and the ETag with which browsers revalidate their copy."""
 
     data: bytes
     media_type: str
     etag: str
 
     def response(self, if_none_match: str) -> Response:
-        """Return the file, or status 304 if the client has it."""
+        """Return a response with the file, or with status 304 if the client has it.
+
+        Args:
+            if_none_match: value of the request header of that name; empty if there is none.
+        """
         headers = {**_HEADERS, "etag": self.etag}
         if self.etag in if_none_match:
             return Response(status_code=304, headers=headers)

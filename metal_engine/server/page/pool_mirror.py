@@ -12,7 +12,7 @@ from metal_engine.engine.step_observer import Frame, SeenRequest
 
 BlockRun = tuple[int, int]
 """First block id of a run of consecutive ids, and the length of the run."""
-# Number of runs in one piece of a snapshot: 2 ms to encode.
+# Number of runs after which a piece of a snapshot ends. Encoding that many takes 2 ms.
 _RUNS_AT_ONCE = 4096
 
 
@@ -74,7 +74,10 @@ class PoolMirror:
         return [(match.start(), match.end() - match.start()) for match in re.finditer(b"\x01+", self._cached)]
 
     def pieces(self) -> Iterator[tuple[dict[int, list[BlockRun]], list[BlockRun]]]:
-        """Return the current tables and cached runs in pieces. Later frames do not change the pieces."""
+        """Return an iterator over the current state in pieces. Later frames do not change the pieces.
+
+        Each piece has some block tables by request key, and some runs of cached blocks.
+        """
         tables, cached = list(self.tables.items()), self.cached_runs
         return self._pieces(tables, cached)
 

@@ -20,7 +20,7 @@ from metal_engine.server.page.events import event, frame_data, piece_data, snaps
 from metal_engine.server.page.pool_mirror import PoolMirror
 
 MAX_VIEWERS = 16
-# Maximum number and size of a viewer's unread events. A viewer that exceeds a limit gets a new snapshot later.
+# Maximum number and total bytes of a viewer's unread events. A viewer that exceeds a limit gets a new snapshot later.
 MAX_UNREAD = 64
 MAX_UNREAD_BYTES = 1 << 20
 
@@ -59,7 +59,7 @@ class Viewer:
         await self._has_more.wait()
 
     def take(self) -> bytes:
-        """Remove and return all unread events."""
+        """Remove all unread events. Return them as one byte string, which may be empty."""
         data = b"".join(self._unread)
         self._unread.clear()
         self._num_bytes = 0
@@ -99,7 +99,8 @@ class Viewers:
     async def events(self, seconds: float | None = None) -> AsyncGenerator[bytes, None]:
         """Add a viewer and yield its events: a snapshot, then frames.
 
-        Ends after ``seconds``, if given, or after :meth:`close`.
+        Ends after ``seconds``, if given, or after :meth:`close`. If there are too many viewers, the only event is an
+        error.
         """
         try:
             self.check_capacity()
