@@ -78,13 +78,19 @@ class ServerMetrics:
         self._registry.register(collector)
 
     def reject(self, status: int, code: str | None, model: str | None = None) -> None:
-        """Count a rejected request by its error status. ``model`` is its model, if that was determined."""
+        """Count a rejected request under the reason that follows from its error status. Ignores other statuses.
+
+        Args:
+            status: HTTP status of the error.
+            code: code of the error, which is the reason for status 503.
+            model: name of the request's model; None if the model was not determined.
+        """
         reason = code if status == 503 and code in ("overloaded", "shutting_down") else _BY_STATUS.get(status)
         if reason is not None:
             self._rejections.labels(model or self._model, reason).inc()
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics and their content type, in the format that an ``Accept`` header requests."""
+        """Return all metrics in the format that the ``Accept`` header ``accept`` requests, and their content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

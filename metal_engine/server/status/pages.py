@@ -94,7 +94,7 @@ def _row(name: str, type_: str, note: str) -> str:
 
 
 def _type(schema: Schema) -> str:
-    """Describe a type in words, with links to named types."""
+    """Return HTML that describes a type in words, with links to named types."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

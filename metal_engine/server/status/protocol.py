@@ -8,9 +8,10 @@ from pydantic import BaseModel
 
 
 class ModelCard(BaseModel):
-    """A name of a model, or a LoRA adapter. For an adapter, ``root`` is its path and ``parent`` is its model.
+    """A model under one of its names, or a LoRA adapter.
 
-    ``memory_bytes`` is the maximum amount of memory that the model takes. It is null for adapters.
+    For an adapter, ``root`` is its path and ``parent`` is its model. ``memory_bytes`` is the maximum amount of memory
+    that the model takes. Adapters do not have it.
     """
 
     id: str
@@ -29,7 +30,12 @@ class ModelList(BaseModel):
 
 
 class RegistryCard(ModelCard):
-    """One of several models. ``max_model_len`` is null until the first load. ``requests`` counts current requests."""
+    """One of several models.
+
+    ``max_model_len`` is null until the first load. ``memory_bytes`` is the memory reserved for the model at present.
+    ``requests`` counts current requests. ``idle_seconds`` is the time since the last request, and null while the model
+    is not loaded. ``error`` is the reason why the last load failed, or null.
+    """
 
     max_model_len: int | None  # type: ignore[assignment]
     loaded: bool
@@ -45,21 +51,22 @@ class RegistryList(BaseModel):
 
 
 class Health(BaseModel):
-    """Response of ``/health``. ``running`` and ``waiting`` are numbers of requests.
+    """Response of ``/health``. ``running`` and ``waiting`` are numbers of requests. Fields without a value are absent.
 
     - ``kv_cache_usage``: used share of the block pool, from 0 to 1.
     - ``num_unknown_parameters``: number of request parameters that the server ignored because it does not know them.
     - ``unknown_parameters``: the same by name. Empty for clients without the server's key or, if there is no key,
-      for clients on other machines.
+      for clients on other machines and clients of a Unix socket.
     - ``kv_cache_dtype``: type in which K and V are stored, such as ``bfloat16`` or ``int8``.
     - ``attention``: backend that computes attention, and the layers for which MLX's operations are used instead.
     - ``requests``: ``packed``, or that the requests of a step run one after another, with the reason.
     - ``dispatch``: with ``--async-scheduling``, a description of the time at which steps are dispatched.
-    - ``command_buffers``: limits of Metal's command buffers. Null if they are MLX's own, or without Metal.
+    - ``command_buffers``: limits of Metal's command buffers. Absent if they are MLX's own, or without Metal.
     - ``replay``: ``on`` if decode-only steps are replayed, otherwise ``off``, with the reason if replay is impossible.
-    - ``speculation``: source of drafts, with the reason if a draft head is not used. Null without speculation.
+    - ``speculation``: source of drafts, with the reason if a draft head is not used. Absent without speculation.
     - ``images``: ``accepted`` if prompts may have images, otherwise ``refused``, with the reason.
     - ``kv_transfer``: counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, if KV transfer is used.
+    - ``error``: present if the engine has stopped. Clients that may not see the engine's own error get no details.
     """
 
     status: Literal["ok", "draining", "restarting", "error"]
@@ -87,7 +94,7 @@ class ModelHealth(BaseModel):
     """Health of one of several models.
 
     ``memory_bytes`` is the memory reserved for the model. ``requests`` counts current requests. ``loads`` counts loads
-    so far. ``attention``, ``kv_cache_dtype`` and ``images`` are as in :class:`Health`, and null while the model is not
+    so far. ``attention``, ``kv_cache_dtype`` and ``images`` are as in :class:`Health`, and absent while the model is not
     loaded. ``restarting`` is true while requests wait for a new engine. ``error`` is the reason why the last load
     failed, or why the engine has stopped.
     """
@@ -114,7 +121,7 @@ class RegistryHealth(BaseModel):
     """Response of ``/health`` with several models: counts for all models together, and the health of each model.
 
     ``kv_cache_usage`` is the usage of the fullest cache. ``used_bytes`` is the used part of ``memory_bytes``.
-    ``models`` is empty for clients that have not sent the server's key.
+    ``models`` is empty for clients that have not sent the server's key, if the server has one.
     """
 
     status: Literal["ok", "draining"]

@@ -18,13 +18,13 @@ Discover = Callable[[str], ModelSource | None]
 
 
 class LoadBody(RequestModel):
-    """``POST /v1/models/load`` and ``POST /v1/models/unload``."""
+    """Body of ``POST /v1/models/load`` and ``POST /v1/models/unload``."""
 
     model: str
 
 
 def add_registry_routes(app: FastAPI, models: MultiModel, created: int) -> None:
-    # HEAD as well, which probes send.
+    # Probes send HEAD requests.
     @app.get("/v1/models", tags=["models"])
     @app.head("/v1/models", include_in_schema=False)
     async def list_models() -> RegistryList:
@@ -77,6 +77,8 @@ def registry_health(
     """Return the health of all models.
 
     Args:
+        draining: True if the server is shutting down.
+        unknown: number of uses of each unknown parameter.
         shows_parameters: True if the client may see the names of unknown parameters.
         shows_models: True if the client may see each model's name and errors, which contain file paths.
     """

@@ -36,7 +36,8 @@ from metal_engine.server.workers import Weight
 
 EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 
-# Key in the ASGI scope of each request to a server with a key: True if the request was accepted without it.
+# Key in the ASGI scope of each request to a server with an API key. The value is True if the request was accepted
+# without the API key.
 WITHOUT_KEY = "metal_engine.without_key"
 
 
@@ -103,7 +104,8 @@ def _docs(app: FastAPI) -> bytes:
 def _may_see_names(request: Request) -> bool:
     """Return True if the client may see parameter names from other clients' requests.
 
-    The client must have the server's key or, if there is no key, be on this machine.
+    The client must have the server's key or, if there is no key, be on this machine. Clients of a Unix socket may not,
+    because their address is unknown.
     """
     without_key = request.scope.get(WITHOUT_KEY)
     if without_key is not None:
@@ -205,7 +207,9 @@ def add_status_routes(app: FastAPI, models: ModelProvider, lifecycle: Lifecycle,
 
     @get_and_head(app, "/ready", tags=["status"], responses={503: {"model": ReadyResponse}})
     async def ready() -> JSONResponse:
-        """Respond with status 200 if requests run; 503 if the server drains, or its engine has died or starts anew."""
+        """Respond with status 200 if requests can run. Respond with 503 while the server drains or its engine restarts,
+        and after its engine has stopped.
+        """
         is_ready = models.error is None and not lifecycle.draining and not models.is_restarting
         return JSONResponse(ReadyResponse(ready=is_ready).model_dump(), status_code=200 if is_ready else 503)
 

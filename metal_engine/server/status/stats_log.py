@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class StatsLog:
-    """Converts the engine's totals into rates since the last line."""
+    """Creates log lines with an engine's current load, and its rates since the previous line."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -25,7 +25,7 @@ class StatsLog:
         return time.monotonic(), m.num_prompt_tokens, m.num_generation_tokens, m.num_cache_queries, m.num_cache_hits
 
     def line(self) -> str | None:
-        """Describe the activity since the last call; None if the engine was and is idle."""
+        """Return a line about the activity since the last call; None if the engine was and is idle."""
         stats, waiting = self._engine.stats, self._engine.num_waiting
         last, self._last = self._last, self._totals()
         seconds, num_prompt, num_generated, queries, hits = map(operator.sub, self._last, last)
@@ -43,7 +43,7 @@ class StatsLog:
 async def log_stats(models: ModelProvider, interval: float) -> None:
     """Log a line for each loaded model every ``interval`` seconds, forever.
 
-    With several models, lines begin with a name.
+    If the server has several models, a line begins with the model's name.
     """
     logs: dict[AsyncEngine, StatsLog] = {}
     while True:
