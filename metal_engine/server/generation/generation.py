@@ -29,7 +29,7 @@ MAX_LOGPROB_ENTRIES = 1 << 17
 # Number of tokens and log probabilities above which a response is parsed and encoded outside the event loop.
 _LONG = 1 << 11
 
-# Number of sequences to start or end, in 3 ms, before other tasks of the event loop may run.
+# Number of sequences to start or end before other tasks of the event loop may run. It takes 3 ms.
 _TASKS_AT_ONCE = 256
 
 # Index of a choice, one output of that choice, and the deltas parsed from the output's text. The list of deltas is
@@ -44,12 +44,15 @@ class Choice:
     """State of one sequence of a generation.
 
     Attributes:
-        echo: text of the prompt, if the client wants it back.
+        index: index of the choice in the response.
+        echo: text of the prompt, if the client wants it back; otherwise None.
         reader: parser of the output; None if the output is plain text.
-        token_ids: generated tokens, including the token that ended generation.
-        token_ends: end of each token's text within the choice's text, in characters.
+        texts: pieces of the generated text. Empty if outputs are parsed as they arrive.
+        token_ids: generated tokens, including the token that ended generation. Empty like ``texts``.
+        token_ends: end of each token's text within the choice's text, in characters. Empty like ``texts``.
+        deltas: deltas parsed from the complete text, set by :meth:`Generation.read`.
+        text_logprobs: log probabilities of the generated tokens. Empty like ``texts``.
         latest: last output, which has the token counts.
-        deltas: deltas parsed from the complete text, after :meth:`Generation.read`.
     """
 
     index: int
@@ -81,11 +84,17 @@ class Choice:
         return 0 if self.reader is None else self.reader.num_reasoning_tokens
 
     def parse(self, text: str, token_ends: list[int]) -> list[AnswerDelta]:
-        """Parse the next piece of text, after :meth:`add`. Return the resulting deltas; none if there is no reader."""
+        """Parse the next piece of text. Return the resulting deltas; an empty list if there is no reader.
+
+        Call it after :meth:`add`, because the end of the text depends on the finish reason.
+
+        Args:
+            token_ends: end of each token's text in characters, as in :attr:`RequestOutput.token_ends`.
+        """
         return [] if self.reader is None else self.reader.add(text, token_ends, self.finish_reason)
 
     def add(self, output: RequestOutput, *, keep: bool) -> None:
-        """Record an output. ``keep`` is True if its text and tokens are needed again later."""
+        """Record an output. ``keep`` is True to also store its text, tokens and log probabilities."""
         if keep:
             self.texts.append(output.text)
             self.token_ids += output.token_ids
@@ -104,15 +113,16 @@ class Generation:
     Attributes:
         reservation: reserved queue places, one for each sequence.
         requests: one prepared request for each prompt. All have the same parameters.
-        echoes: text of each prompt, if the client wants it back.
+        timeout: maximum duration in seconds; 0 for no limit.
+        echoes: text of each prompt, if the client wants it back; otherwise None.
         is_echo_only: True if the client wants only the prompts' texts.
         shows_prompt_logprobs: True if the response contains the prompts' log probabilities.
         shows_token_ids: True if the response contains the token ids of prompts and outputs.
         spells_ids: True if log probabilities name tokens by their ids.
         reader: function that creates the parser of a choice's output; it returns None if outputs are plain text.
         choices: state of each sequence. Complete once :meth:`outputs` is exhausted.
-        first_output_time: time of the first output in seconds of :func:`time.monotonic`.
-        parts: parts of the response's JSON that are made separately.
+        first_output_time: time of the first output in seconds of :func:`time.monotonic`; None before it.
+        parts: large values of the response, which are encoded as JSON separately.
     """
 
     engine: AsyncEngine
@@ -150,13 +160,15 @@ class Generation:
     async def outputs(self, *, read: bool = True) -> AsyncGenerator[list[ChoiceOutput], None]:
         """Yield outputs as they arrive. Outputs that arrive together form one batch.
 
-        Closing the generator aborts unfinished sequences.
+        Closing the generator aborts unfinished sequences. At its end, the reservation is released, and the usage is
+        added to the request's log line.
 
         Args:
             read: True to parse outputs as they arrive. False to keep their text for :meth:`read`.
 
         Raises:
-            APIError: a sequence failed. The other sequences are aborted.
+            APIError: a sequence failed or took too long, or without ``read`` there are too many log probabilities. The
+                other sequences are aborted.
             EngineDeadError: the engine has stopped.
         """
         streams = [
@@ -219,7 +231,7 @@ class Generation:
             raise invalid(problem, where="logprobs")
 
     async def finish(self) -> None:
-        """Run the generation to its end. Raises as :meth:`outputs`."""
+        """Run the generation to its end, and keep the outputs for :meth:`read`. Raises as :meth:`outputs`."""
         async with aclosing(self.outputs(read=False)) as batches:
             async for _ in batches:
                 pass
@@ -234,7 +246,7 @@ class Generation:
         return num_tokens + entries + num_ids > _LONG
 
     def read(self) -> None:
-        """Parse the complete outputs of all choices."""
+        """Parse the complete outputs of all choices. Store the results in their ``deltas``."""
         for choice in self.choices:
             choice.deltas = choice.parse(choice.text, choice.token_ends)
 
@@ -297,15 +309,18 @@ class Generation:
         return self.engine.tokenizer
 
     def prompt_logprobs(self, choice: Choice) -> Placeholder | None:
-        """Encode the log probabilities of a choice's prompt; None if the client does not want them."""
+        """Encode the log probabilities of a choice's prompt. Return their placeholder in the response.
+
+        Returns None if the client does not want them. Call it in the order in which the response has the fields.
+        """
         if not self.shows_prompt_logprobs or choice.prompt_logprobs is None:
             return None
         return self.parts.add(prompt_logprobs_json(self.tokenizer, choice.prompt_logprobs))
 
     def token_ids(self, ids: list[int]) -> Placeholder | None:
-        """Encode the token ids of a prompt or an output; None if the client does not want them.
+        """Encode the token ids of a prompt or an output. Return their placeholder in the response.
 
-        Call it in the order in which the response has the fields.
+        Returns None if the client does not want them. Call it in the order in which the response has the fields.
         """
         return self.parts.add(to_json(ids)) if self.shows_token_ids else None
 

@@ -30,7 +30,8 @@ async def load_images(
             length.
 
     Raises:
-        APIError: status 400 with the place of the image that cannot be used, or 503 if too many requests wait.
+        APIError: status 400 if the model takes no images or an image cannot be used, with the place of the image. 503
+            if too many requests wait.
     """
     if not sources:
         return []

@@ -137,7 +137,7 @@ def prompt_logprobs_json(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs | 
 
 
 def _slices(tokens: Sequence[TokenLogprobs | None]) -> Iterator[slice]:
-    """Split the tokens into slices that are encoded in one call each."""
+    """Return the slices of ``tokens`` that are encoded in one call each."""
     num_top = max((len(token.top) for token in tokens[:2] if token is not None), default=0)
     step = max(_ENTRIES_AT_ONCE // (num_top + 1), 1)
     return (slice(start, start + step) for start in range(0, len(tokens), step))

@@ -112,19 +112,19 @@ class ModelProvider(ABC):
 
     @abstractmethod
     async def use(self, request: Request, model: str | None) -> ServedModel:
-        """Return the model that a request names. If the name is a LoRA adapter's, return its model with the adapter.
+        """Return the model that a request names, after loading it if necessary. The model stays loaded during the request.
 
-        The model stays loaded during the request.
+        If the name is a LoRA adapter's, return its model with the adapter.
 
         Raises:
-            APIError: no model has that name, or the model cannot be loaded.
+            APIError: no model has that name, too many requests wait for the load, or the load fails or takes too long.
         """
 
     @contextmanager
     def detached(self, request: Request, model: str | None) -> Iterator[Request]:
         """Yield a copy of ``request`` for work that may continue after the response was sent.
 
-        The models that it uses stay loaded until the context ends.
+        Models that the work uses through the copy stay loaded until the context ends.
 
         Args:
             model: name of the model that the request uses.
@@ -133,7 +133,7 @@ class ModelProvider(ABC):
 
     @abstractmethod
     def cut_requests(self, message: str) -> None:
-        """End every current and future request with a message."""
+        """End every current and future request with an error that has this message."""
 
     @abstractmethod
     def release_memory(self, idle_seconds: float) -> None:
@@ -268,7 +268,7 @@ class MultiModel(ModelProvider):
         return self._of(entry, loaded)
 
     async def load(self, entry: ModelEntry) -> None:
-        """Load a model, subject to the limits on requests. Raises as :meth:`use`."""
+        """Load a model, subject to the limits on waiting requests and time. Raises as :meth:`use`."""
         self.is_ready(entry.name)
         async with self._in_time(entry, "loaded"):
             await self.registry.load(entry)

@@ -61,10 +61,13 @@ _OTHERS = "(others)"
 
 
 class ParameterPolicy:
-    """Checks parameters, and counts the unknown ones. Thread-safe.
+    """Checks parameters that are not implemented, and counts unknown parameters. Thread-safe.
 
     Args:
         strict: True to reject unknown parameters.
+
+    Attributes:
+        num_unknown: number of requests with each unknown parameter, by name. Names beyond a limit are counted together.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
@@ -73,10 +76,10 @@ class ParameterPolicy:
         self._lock = threading.Lock()
 
     def check(self, body: RequestModel) -> None:
-        """Check every parameter that is not implemented, and count the unknown parameters.
+        """Check every parameter that is not implemented, and count the unknown parameters. Log each new name once.
 
         Raises:
-            APIError: status 400, naming a parameter that would change the output or, in strict mode, is unknown.
+            APIError: status 400, as :func:`unknown_parameters`, or in strict mode for an unknown parameter.
         """
         unknown = unknown_parameters(body)
         if unknown and self._strict:
@@ -99,7 +102,8 @@ def unknown_parameters(body: RequestModel) -> list[str]:
     """Return the names of unknown parameters.
 
     Raises:
-        APIError: status 400, naming a known parameter that is not supported and would change the output.
+        APIError: status 400, naming a known parameter that is not supported and would change the output, or
+            ``stream_options`` of a request that does not stream.
     """
     unknown: dict[str, None] = {}
     given = dict(body.model_extra or {})

@@ -95,7 +95,7 @@ class ServedModel:
         return [*self.names, *([] if adapters is None else (adapter.name for adapter in adapters.adapters))]
 
     def resolve(self, model: str | None) -> ServedModel:
-        """Return the model for a request's ``model`` field: this model, with or without a LoRA adapter.
+        """Return this model for a request's ``model`` field, with the LoRA adapter that the field names, if any.
 
         Raises:
             APIError: status 404, for an unknown name.
@@ -134,7 +134,7 @@ class Endpoint(ABC, Generic[BodyT]):
         """Return the token ids of the prompts. Runs in a thread. Raises APIError for a body that cannot be a prompt."""
 
     def echoes(self, body: BodyT, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
-        """Return each prompt's text, if the response must begin with it. Runs in a thread."""
+        """Return each prompt's text if the response must begin with it, otherwise None. Runs in a thread."""
         return None
 
     def predicted(self, body: BodyT, tokenizer: Tokenizer) -> list[int]:
@@ -181,7 +181,7 @@ class Endpoint(ABC, Generic[BodyT]):
 
         Args:
             first: True for the first output of its choice.
-            usage: usage to include, if the client has requested it.
+            usage: usage to include, if the client wants it in every chunk; otherwise None.
         """
 
     @abstractmethod
@@ -196,7 +196,9 @@ class Endpoint(ABC, Generic[BodyT]):
 async def prepare(
     request: Request, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, request_id: str
 ) -> Generation:
-    """Validate a request for a model and create its generation. Does not submit anything to the engine.
+    """Validate a request for a model and create its generation.
+
+    Reserves places in the engine's queue, but submits no sequence.
 
     Args:
         request: request of the client, whose body has been read.
@@ -253,13 +255,15 @@ def _options(body: GenerationBody, predicted_token_ids: list[int]) -> RequestOpt
 class _Preparation(Generic[BodyT]):
     """Work for a request in threads: :meth:`begin`, and with a grammar also :meth:`compile` and :meth:`finish`.
 
+    Each of these methods raises APIError if the request cannot be served.
+
     Compiling is a separate step because many threads may compile, but only few threads may work on prompts.
 
     Attributes:
         needs_grammar: True if there is a grammar to compile. Valid after :meth:`begin`.
         predicted_token_ids: predicted output of the client, if speculation is enabled. Valid after :meth:`begin`.
         requests: one prepared request for each prompt. Valid after the last step.
-        echoes: texts of the prompts, if the client wants them back. Valid after the last step.
+        echoes: texts of the prompts, if the client wants them back; otherwise None. Valid after the last step.
     """
 
     def __init__(

@@ -66,7 +66,9 @@ class ResponseRunner:
     ) -> Response:
         """Return the response to a request.
 
-        A stream begins at once. While its model is being loaded, comments in the stream say so.
+        If the model of a stream is not loaded, the stream begins at once. While the model is being loaded, comments in
+        the stream say so. Later errors then become events. Otherwise, the request is validated before its response
+        begins.
 
         Args:
             endpoint_class: class of the endpoint.
@@ -74,6 +76,10 @@ class ResponseRunner:
             preparation_errors: format of errors in streams that begin before the model is loaded. None for streams that
                 are not event streams: they begin after the model is loaded.
             request_id: id of the response; None for a new one.
+
+        Raises:
+            APIError: the request cannot be served, and its stream has not begun.
+            EngineDeadError: the engine has stopped.
         """
         response_id = request_id or f"{endpoint_class.id_prefix}-{uuid.uuid4().hex}"
 
@@ -85,7 +91,7 @@ class ResponseRunner:
         return await answer(await self.models.use(request, body.model))
 
     def stream(self, events: AsyncGenerator[bytes, None], request_id: str, media_type: str = EVENT_STREAM) -> Response:
-        """Return a response that sends events as they arrive, with the id in a header."""
+        """Return a response that sends events as they arrive, with ``request_id`` in the header ``x-generation-id``."""
         response = EventStreamResponse(events, keep_alive=self.sse_keep_alive, media_type=media_type)
         response.headers[GENERATION_ID] = request_id
         return response

@@ -40,9 +40,10 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, Any]) -> Sampli
 
 
 def parameter_error(error: ParameterError, body: GenerationBody, *, is_forced: bool = False) -> APIError:
-    """Return the error for the client about a parameter, with the name that the body uses for it.
+    """Convert an error about a parameter to a response with status 400 that has the body's name of the parameter.
 
     Args:
+        body: body of the request.
         is_forced: True if the structured output is the grammar of tool calls.
     """
     if error.name == "prompt":

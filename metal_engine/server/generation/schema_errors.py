@@ -90,7 +90,7 @@ def _faulty_part(
 ) -> tuple[_Names, str | None]:
     """Return the names and the problem of the innermost part of a schema that cannot be compiled by itself.
 
-    The whole schema has no names, and None for a problem.
+    If no single part is at fault, the names are empty, and the problem is None.
 
     Args:
         problem_of: compiles a schema. Returns the problem, or None if the schema compiles or the problem is unknown.
@@ -124,7 +124,10 @@ def _moved(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(document: Document, names: _Names, part: dict[str, Any]) -> Iterator[tuple[_Names, Any]]:
-    """Yield the schemas directly within a part of a schema, and the target of its reference, each with its names."""
+    """Yield the schemas directly within a part of a schema, and the target of the part's reference, if it has one.
+
+    Each schema comes after its names, which lead to it from the whole schema.
+    """
     for key, name, inner in inner_schemas(part):
         yield ((*names, key) if name is None else (*names, key, name)), inner
     if "$ref" in part:

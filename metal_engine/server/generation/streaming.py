@@ -24,7 +24,7 @@ _encode = json.encoder.encode_basestring_ascii
 
 
 def sse(event: BaseModel) -> bytes:
-    """Encode one event."""
+    """Encode one event without a name."""
     # ASCII only: some clients end a line at U+2028, U+0085 and similar characters.
     return b"data: " + event.model_dump_json(ensure_ascii=True).encode("ascii") + b"\n\n"
 
