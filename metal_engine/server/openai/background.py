@@ -57,7 +57,8 @@ class BackgroundResponses:
         store: store of the responses. When it drops a response, the events of the response are dropped, too.
 
     Attributes:
-        num_ended: number of responses that ended, by model and status.
+        num_ended: number of responses that ended, by model and status. Excludes responses that ended with an error
+            before :meth:`start` returned, because the client received the error instead.
     """
 
     def __init__(self, models: ModelProvider, store: ResponseStore) -> None:
@@ -76,10 +77,10 @@ class BackgroundResponses:
     async def start(
         self, request: Request, chat: ChatCompletionBody, asked: AskedResponse
     ) -> tuple[ResponseState, EventLog]:
-        """Begin a response. Return the response and its events.
+        """Begin a response. Return its state and its events.
 
-        If its model is loaded, the request is checked and admitted before this method returns. Otherwise, an error of
-        these checks ends the response later.
+        If its model is loaded, the request is checked and admitted before this method returns. Otherwise, a failed
+        check ends the response later, and the response then has the error.
 
         Raises:
             APIError: the request cannot be served, or the store cannot hold the response.
@@ -122,7 +123,7 @@ class BackgroundResponses:
         return self._runs[state].log
 
     async def cancel(self, response_id: str) -> ResponseState:
-        """Cancel a response. A response that has finished is returned unchanged.
+        """Cancel a response, and wait for its end. A response that has finished is returned unchanged.
 
         Raises:
             APIError: status 404, for an unknown response; 400, if it was not created with ``background``.
@@ -162,7 +163,7 @@ class BackgroundResponses:
         self._grow(state, run, run.log.num_characters - before)
 
     def _grow(self, state: ResponseState, run: _Run, num_characters: int) -> None:
-        """Count more characters of a response. If they fill the store, drop its oldest events."""
+        """Count more characters of a response. If they overfill the store, drop the response's oldest events."""
         while not self._store.grow(state.id, num_characters) and run.log.num_characters:
             before = run.log.num_characters
             run.log.shrink()

@@ -57,5 +57,5 @@ class BackgroundMetrics(Collector):
         return family
 
     def _with_loaded(self, counts: Mapping[str, int]) -> list[str]:
-        """Return the models with counts, and the loaded models."""
+        """Return the names of the loaded models and of the models in ``counts``, each once."""
         return list(dict.fromkeys([*(served.names[0] for served in self._models.loaded), *counts]))

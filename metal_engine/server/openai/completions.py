@@ -139,7 +139,8 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
     ) -> tuple[list[TokenLogprobs | None], list[int], int | None]:
         """Return tokens with log probabilities, the start of each token's text, and the id of the prompt's first token.
 
-        The id is None if the tokens of the prompt are not included.
+        The id is None if the tokens of the prompt are not included. Records where the text of ``part`` ends, for the
+        choice's next part.
 
         Args:
             part: the whole choice, or one of its outputs.

@@ -45,7 +45,7 @@ _REORDERED = (
     "are joined, a later system message becomes user text at its place, and consecutive user messages are joined"
 )
 # Lines that Claude Code adds before its system text. The model does not need them. The numbers of lines and blanks are
-# limited, to limit the search time. Lines seen so far have at most 200 characters.
+# limited, to limit the search time. Observed lines have at most 200 characters.
 _BILLING_LINES = re.compile(
     r"(?:\s{0,64}+x-anthropic-billing-header:[^\n]{0,4096}+(?:\n|\Z)){1,8}+[\r\n]{0,64}+", re.IGNORECASE
 )
@@ -161,7 +161,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
             raise self._with_client_place(error) from error
 
     def _with_client_place(self, error: ParameterError) -> ParameterError:
-        """Return an error about a tool's schema with the client's name of the schema."""
+        """Return a copy of an error about a tool's schema, with the place of the schema in the client's request."""
         return ParameterError(error.name.replace("function.parameters", self.schema_place), error.message)
 
     def explained(self, error: ParameterError, compile_grammar: Callable[[SamplingParams], object]) -> ParameterError:
@@ -185,9 +185,10 @@ class Conversation(Endpoint[ChatCompletionBody]):
         return self._answers.reader(incremental=is_incremental, hides_reasoning=self._hides_reasoning)
 
     def chat_finish_reason(self, num_calls: int, reason: ChatFinishReason) -> ChatFinishReason:
-        """Return OpenAI's finish reason.
+        """Return OpenAI's finish reason of a choice with ``num_calls`` tool calls.
 
         It is ``tool_calls`` if there are calls, except if the client forced the call by name or the text was cut off.
+        Otherwise, it is ``reason``.
         """
         is_call = reason == "stop" and num_calls > 0 and self._answers.plan.name is None
         return "tool_calls" if is_call else reason

@@ -11,9 +11,9 @@ from metal_engine.server.generation.streaming import named_sse
 
 # Maximum number of characters that a log keeps.
 MAX_CHARACTERS = 1 << 24
-# Maximum number of bytes to send with one write, except for a single larger entry.
+# Number of bytes from which on no further entry is added to a write.
 _PIECE_BYTES = 1 << 16
-# Number of characters to count for an entry, beside its text.
+# Number of characters to count for an entry, which is the argument of one append, in addition to its text.
 _PER_ENTRY = 100
 _END_OF_EVENT = b"\n\n"
 
@@ -25,7 +25,7 @@ class EventLog:
 
     Attributes:
         num_readers: number of clients that read the log.
-        num_characters: number of characters of the events that the log still has.
+        num_characters: number of characters of the events that the log still has, plus 100 for each entry.
     """
 
     def __init__(self, max_characters: int = MAX_CHARACTERS) -> None:
@@ -76,9 +76,10 @@ class EventLog:
             raise invalid(problem, where="starting_after")
 
     async def read(self, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """Yield the events after the sequence number ``after``: the stored ones, then new ones as they arrive.
+        """Yield the events after the sequence number ``after``: the stored events, then new events as they arrive.
 
-        If the reader is too slow, so that the log has dropped its next event, the last event is an error.
+        Each item has one or several encoded events. If the log has dropped the reader's next event because the reader
+        is too slow, the last event is an error.
         """
         position = after + 1
         changed = asyncio.Event()
@@ -101,7 +102,7 @@ class EventLog:
             self._readers.discard(changed)
 
     def _take(self, position: int) -> tuple[bytes, int]:
-        """Return some events from a sequence number on, and the sequence number after them."""
+        """Return the encoded events of one write, from the sequence number ``position`` on, and the number after them."""
         index = bisect_right(self._starts, position) - 1
         events = self._entries[index].split(_END_OF_EVENT)[position - self._starts[index] :]
         data = _END_OF_EVENT.join(events)

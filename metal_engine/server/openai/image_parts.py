@@ -21,7 +21,7 @@ def image_sources(messages: list[ChatMessage]) -> list[ImageSource]:
     """Return the images of a chat in order, up to the first one beyond the limit. Takes at most some milliseconds.
 
     Raises:
-        APIError: status 400: a part has no image, or the role of the message allows no images.
+        APIError: status 400: a part has no image or an unknown ``detail``, or the role of the message allows no images.
     """
     sources: list[ImageSource] = []
     for i, message in enumerate(messages):
@@ -49,7 +49,9 @@ def image_sources(messages: list[ChatMessage]) -> list[ImageSource]:
 
 
 def without_tool_images(messages: list[dict[str, Any]], rules: MessageRules) -> list[dict[str, Any]]:
-    """Move the images of tool results to a user message after them, if the chat template ignores them there.
+    """Move the images of tool results to a user message after the results, if the chat template ignores such images.
+
+    Returns ``messages`` itself if nothing has to move.
 
     Args:
         messages: messages in the format of chat templates.

@@ -33,7 +33,7 @@ def complete_items(given: str | list[Item], earlier: list[Item]) -> list[Item]:
 
     Args:
         given: valid input of the request (:func:`responses_protocol.input_messages`).
-        earlier: items of the conversation before it. New ids differ from theirs.
+        earlier: items of the conversation before the input. New ids differ from their ids.
     """
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     known = {item["id"] for item in earlier}

@@ -1,4 +1,7 @@
-"""Reorders messages for the chat template, because agents send system messages at any place."""
+"""Converts and joins messages that a chat template does not accept where they are.
+
+Agents send system messages at any place, and several messages of one role in succession.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,17 @@ Message = dict[str, Any]
 
 
 def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Message]:
-    """Return messages in an order that a chat template accepts, as far as possible; the same list if unchanged.
+    """Return messages with a sequence of roles that the chat template accepts, as far as possible.
 
-    No message moves to the front. A system message after other messages becomes user text at its place. Therefore,
-    earlier messages remain a prefix of the next turn, and the prefix cache still matches.
+    Joins consecutive messages of a role if the template does not accept several. No message moves to the front: a
+    system message after other messages becomes user text at its place. Therefore, earlier messages remain a prefix of
+    the next turn, and the prefix cache still matches.
+
+    Returns:
+        The messages; ``messages`` itself if nothing changes.
 
     Args:
-        messages: result of ``template_messages``, whose system messages have texts.
+        messages: result of ``template_messages``. The content of its system messages is text.
         rules: rules of the chat template.
     """
     ordered: list[Message] = []
@@ -40,7 +47,11 @@ def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Mess
 
 
 def _joins(role: str, is_leading: bool, rules: MessageRules) -> bool:
-    """Return True if a message is joined to the previous message of the same role."""
+    """Return True if a message is joined to the previous message, which has the same role.
+
+    Args:
+        is_leading: True if the conversation has only system messages so far.
+    """
     if role == "system":
         return is_leading and not rules.takes_system_again
     return role == "user" and not rules.takes_user_again

@@ -19,9 +19,9 @@ class ReasoningOptions:
     """Wishes of a request about the model's reasoning.
 
     Attributes:
-        effort: effort for the chat template; None if there is none.
-        is_enabled: True or False if the request turns reasoning on or off; None if it does neither.
-        budget: maximum number of tokens of the reasoning; None: no limit.
+        effort: effort for the chat template; None if the request has no effort.
+        is_enabled: True if the request turns reasoning on, False if it turns reasoning off, None if it does neither.
+        budget: maximum number of tokens of the reasoning; None for no limit.
         is_hidden: True if the response must leave out the text of the reasoning.
     """
 
@@ -58,13 +58,13 @@ class ReasoningOptions:
 
 
 def _only(given: Mapping[str, _T | None]) -> _T | None:
-    """Return the value of several fields with the same meaning; None without a value.
+    """Return the value of the one field that has a value; None if no field has one.
 
     Args:
-        given: names and values of the fields. At most one field may have a value.
+        given: names and values of fields with the same meaning.
 
     Raises:
-        APIError: status 400, for two values or a negative number.
+        APIError: status 400, if several fields have a value, or the value is a negative number.
     """
     present = {name: value for name, value in given.items() if value is not None}
     for name, value in present.items():

@@ -82,7 +82,7 @@ class ResponseItems:
         return events
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """Return the items so far. The open item has the text that has arrived."""
+        """Return the items so far. The open item has the text that has arrived so far."""
         items = list(self.items)
         if self._open is not None:
             text = "".join(self._text)
@@ -91,7 +91,7 @@ class ResponseItems:
         return items
 
     def _named(self, name: str) -> dict[str, Any]:
-        """Return the client's name of a function, with its namespace."""
+        """Return the fields ``name`` and, for a function in a namespace, ``namespace``, as the client sent them."""
         if name not in self._namespaces:
             return {"name": name}
         namespace, own_name = self._namespaces[name]

@@ -29,12 +29,13 @@ class AskedResponse:
     Attributes:
         repeated: request fields that the response repeats.
         items: the conversation, without instructions and without the response's output.
-        num_characters: number of characters in ``repeated`` and ``items``.
+        num_characters: size of ``repeated`` and ``items`` (:func:`metal_engine.json_values.num_characters`).
         namespaces: namespaces of the functions, as :func:`responses_protocol.namespaces` returns them.
         is_streamed: True if the client wants events.
         in_background: True if the response goes on without its client.
         is_stored: True if clients can retrieve the response later.
-        num_earlier_characters: number of characters of the response that the request continues; 0 without one.
+        num_earlier_characters: number of characters of the stored response that the request continues; 0 if it
+            continues none.
     """
 
     repeated: dict[str, Any]
@@ -48,13 +49,14 @@ class AskedResponse:
 
 
 class ResponseState:
-    """A response from its creation to its end. Methods that change it return the encoded events about the change.
+    """A response from its creation to its end.
 
-    Responses that are not streamed have no events.
+    Methods that change the response return the encoded events about the change. For a response that is not streamed,
+    they return no bytes.
 
     Args:
         asked: data of the request.
-        model: name of the model, as far as it is known. May be set later.
+        model: name of the model; may be empty, and set later.
 
     Attributes:
         status: OpenAI's status. A response in the background is ``queued`` until its first output.
@@ -82,7 +84,7 @@ class ResponseState:
 
     @property
     def num_characters(self) -> int:
-        """Number of characters of the response and its conversation."""
+        """Size of the response and its conversation (:func:`metal_engine.json_values.num_characters`)."""
         return self.asked.num_characters + num_characters(self._items.items)
 
     @property
@@ -114,7 +116,7 @@ class ResponseState:
         return self._encode(events)
 
     def finish(self, reason: str | None, usage: Usage) -> bytes:
-        """End the response after its last output."""
+        """End the response after its last output, whose finish reason is ``reason``."""
         self.status = "completed" if reason == "stop" else "incomplete"
         self._usage = usage
         return self._encode([self._about(self.status)])

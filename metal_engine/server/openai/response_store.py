@@ -17,7 +17,7 @@ _CONTINUABLE = ("completed", "incomplete")
 
 @dataclass
 class _Stored:
-    """A response and its number of characters, including its events."""
+    """A response, and its number of characters including its conversation and its events."""
 
     state: ResponseState
     size: int
@@ -90,7 +90,14 @@ class ResponseStore:
             return not self._is_overfull
 
     def get(self, response_id: str, param: str | None = None) -> ResponseState:
-        """Return a stored response. Raises APIError, a 404, for an unknown or dropped response."""
+        """Return a stored response, and mark it as just used.
+
+        Args:
+            param: request field to name in the error.
+
+        Raises:
+            APIError: status 404, for an unknown or dropped response.
+        """
         with self._lock:
             found = self._stored.get(response_id)
             if found is not None:
@@ -115,7 +122,7 @@ class ResponseStore:
         return state.conversation
 
     def num_characters(self, response_id: str) -> int:
-        """Return the number of characters of a response; 0 if it is not stored."""
+        """Return the number of characters of a response, its conversation and its events; 0 if it is not stored."""
         with self._lock:
             return self._stored[response_id].size if response_id in self._stored else 0
 

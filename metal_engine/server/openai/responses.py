@@ -21,7 +21,8 @@ from metal_engine.server.usage import Usage
 _REPEATED = ResponsesBody.model_fields.keys() & Response.model_fields.keys() - {"model", "text", "tools"}
 
 
-# Maximum size of the repeated fields in characters. The event loop encodes them three times, in 3 ms each.
+# Maximum size of the repeated fields in characters, without the instructions. The event loop encodes the fields three
+# times, in 3 ms each.
 MAX_REPEATED_CHARACTERS = 1 << 20
 
 
@@ -32,11 +33,11 @@ MAX_ITEMS = 1 << 14
 def read_request(
     body: ResponsesBody, earlier: list[Item], num_earlier_characters: int
 ) -> tuple[ChatCompletionBody, AskedResponse]:
-    """Convert a request to a chat and its additional data.
+    """Convert a request to a chat, and to the data for its response.
 
     Args:
         earlier: items of the conversation up to ``previous_response_id``, including that response.
-        num_earlier_characters: number of characters of that response.
+        num_earlier_characters: number of characters of the response with the id ``previous_response_id``.
 
     Raises:
         APIError: :func:`to_chat` failed, or the fields to repeat or the conversation are too large.

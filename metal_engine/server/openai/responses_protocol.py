@@ -50,7 +50,7 @@ class ResponseReasoning(ReasoningBody):
 
 
 class ResponsesBody(RequestModel):
-    """``POST /v1/responses``. ``None`` always means the default."""
+    """Body of ``POST /v1/responses``. ``None`` always means the default."""
 
     model: str | None = None
     input: str | LongList[dict[str, Any]]
@@ -75,7 +75,7 @@ class ResponsesBody(RequestModel):
 
 
 class Response(BaseModel):
-    """A response. In the events of a stream, its state so far."""
+    """A response. In the events of a stream, and while it is unfinished, it has the output so far."""
 
     id: str
     object: Literal["response"] = "response"
@@ -126,7 +126,7 @@ _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user
 
 
 def to_chat(body: ResponsesBody, earlier: list[Item]) -> tuple[ChatCompletionBody, list[Item]]:
-    """Convert a request to a chat. Return the chat, and the items of the conversation.
+    """Convert a request to a chat. Return the chat, and the items of the conversation including the request's input.
 
     The instructions apply to this request only, and are not an item.
 
@@ -289,7 +289,12 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_t
 
 
 def _content(content: Any, place: str) -> Any:
-    """Return the content of a message that may have images: a text, or parts of a chat."""
+    """Return the content of a chat message: a text, or content parts if there are images.
+
+    Raises:
+        APIError: status 400, for an invalid image.
+        ValueError: a part has an unsupported type.
+    """
     if isinstance(content, str) or not any(part["type"] == _IMAGE for part in content):
         return _text(content)
     parts: list[dict[str, Any]] = []

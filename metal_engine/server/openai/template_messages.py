@@ -91,8 +91,12 @@ def ignores_effort(options: ReasoningOptions, tokenizer: Tokenizer) -> bool:
 
 
 def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
-    """Return the flags for the end of the prompt: a new assistant message (default), or a continuation of the last
-    one.
+    """Return the flags that decide whether the prompt ends with the start of a new assistant message.
+
+    The alternatives are the end of the last message, and the last message without an end for the model to continue.
+
+    Raises:
+        APIError: status 400, if the fields conflict, or the message to continue is not the assistant's.
     """
     if not body.continue_final_message:
         return {"add_generation_prompt": body.add_generation_prompt is not False}
@@ -104,7 +108,7 @@ def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
 
 
 def _with_calls_as_text(messages: list[dict[str, Any]], parser: ToolParser | None) -> list[dict[str, Any]]:
-    """Return messages for a template that supports neither calls nor results.
+    """Return messages for a template that supports neither calls nor results. Changes the given messages.
 
     Results become user messages. User text after a result is joined to it, because some templates require alternating
     roles.
@@ -133,7 +137,11 @@ def _written_result(content: Content) -> Content:
 
 
 def _written(index: int, calls: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the JSON arguments of each call of a message."""
+    """Yield the name and the JSON arguments of each call of the message ``index``.
+
+    Raises:
+        APIError: status 400, for a call without a valid name, or with arguments that are too complex.
+    """
     for i, call in enumerate(calls):
         function = call.get("function")
         name = function.get("name") if isinstance(function, dict) else None
@@ -148,7 +156,10 @@ def _written(index: int, calls: list[dict[str, Any]]) -> Iterator[tuple[str, str
 
 
 def _template_message(index: int, message: ChatMessage, arguments: ContentLimits | None) -> dict[str, Any]:
-    """Convert one message. With limits, the arguments of calls become objects.
+    """Convert one message.
+
+    Args:
+        arguments: limits for parsing the arguments of calls to objects; None to leave calls unchanged.
 
     Raises:
         APIError: status 400, for unsupported content.
@@ -172,7 +183,11 @@ def _template_message(index: int, message: ChatMessage, arguments: ContentLimits
 
 
 def _content(index: int, content: str | list[ContentPart]) -> Content:
-    """Return the content of a message: one text, or parts if there are images. Consecutive texts are joined."""
+    """Return the content of a message: one text, or parts if there are images. Consecutive texts are joined.
+
+    Raises:
+        APIError: status 400, for an unsupported or incomplete part.
+    """
     if isinstance(content, str):
         return content
     parts: list[Part] = []
@@ -196,7 +211,13 @@ def _content(index: int, content: str | list[ContentPart]) -> Content:
 
 
 def _tool_call(call: dict[str, Any], limits: ContentLimits) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, which templates expect. Clients send a string."""
+    """Return a tool call with its arguments as an object, which templates expect. Clients send a string.
+
+    A call without valid JSON arguments is returned unchanged.
+
+    Raises:
+        APIError: status 400, for arguments that exceed the limits.
+    """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
