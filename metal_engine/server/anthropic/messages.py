@@ -97,7 +97,7 @@ class MessagesEndpoint(Conversation):
 
 
 def _block(delta: AnswerDelta) -> dict[str, Any]:
-    """Return the block that starts with a delta."""
+    """Return the empty content block that begins with a delta."""
     if isinstance(delta, CallStart):
         return {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
     if isinstance(delta, TextDelta) and delta.kind == "content":
@@ -106,7 +106,7 @@ def _block(delta: AnswerDelta) -> dict[str, Any]:
 
 
 def _stop(choice: Choice) -> dict[str, Any]:
-    """Return Anthropic's stop reason of a choice."""
+    """Return the fields ``stop_reason`` and ``stop_sequence`` for a choice."""
     if choice.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if choice.num_calls:

@@ -51,7 +51,7 @@ class OutputConfig(RequestModel):
 
 
 class CountTokensBody(RequestModel):
-    """``POST /v1/messages/count_tokens``: the fields of a message request that affect its prompt.
+    """Body of ``POST /v1/messages/count_tokens``: the fields of a message request that affect its prompt.
 
     ``output_format`` is the older form of the format in ``output_config``. ``context_management`` has no effect: no
     part of the conversation is removed.
@@ -69,7 +69,7 @@ class CountTokensBody(RequestModel):
 
 
 class MessagesBody(CountTokensBody):
-    """``POST /v1/messages``."""
+    """Body of ``POST /v1/messages``."""
 
     max_tokens: int
     stop_sequences: LongList[str] | None = None
@@ -88,7 +88,7 @@ class AnthropicOutputTokens(BaseModel):
 class AnthropicUsage(BaseModel):
     """Token counts. ``input_tokens`` excludes tokens from the prefix cache.
 
-    In the event ``message_start``, it includes cached tokens, because their number is not known yet.
+    In the event ``message_start``, ``input_tokens`` includes cached tokens, because their number is not known yet.
     """
 
     input_tokens: int
@@ -172,7 +172,10 @@ def _output_format(body: CountTokensBody) -> OutputFormat | None:
 
 
 def _thinking_budget(body: CountTokensBody) -> int | None:
-    """Return the maximum number of tokens of the reasoning. Raises APIError, a 400, for a value out of range."""
+    """Return the maximum number of tokens of the reasoning; None for no limit.
+
+    Raises APIError, a 400, for a value out of range, or if reasoning is not enabled.
+    """
     thinking = body.thinking
     if thinking is None or thinking.budget_tokens is None:
         return None

@@ -54,7 +54,11 @@ def _inputs(body: EmbeddingBody) -> list[str | list[int]]:
 def vectors_json(pooled: Pooled, write: Callable[[np.ndarray], bytes] = numbers) -> Iterator[bytes]:
     """Yield each vector as JSON. Call it in a thread if there are more than :data:`FEW` numbers.
 
-    Raises APIError for a vector that contains NaN or infinity.
+    Args:
+        write: function that encodes a vector.
+
+    Raises:
+        APIError: status 500, for a vector that contains NaN or infinity.
     """
     for index, vector in enumerate(pooled.vectors):
         check_cancelled()

@@ -75,6 +75,7 @@ class PoolingTask:
             an error of ``field``.
         params: function that returns the pooling parameters. Runs in a thread, and may raise ParameterError.
         field: field of the body that contains the prompts.
+        id_prefix: prefix of the response's id.
         max_values: maximum number of elements of all vectors together.
     """
 
@@ -110,10 +111,13 @@ async def embed(
     """Compute the vectors of texts or of lists of token ids, with the checkpoint's pooling.
 
     Args:
+        dimensions: number of elements of each vector; None for the model's own number.
+        truncate_prompt_tokens: see :class:`PoolingParams`.
         field: name of the body's field with the inputs, for errors.
+        max_values: maximum number of elements of all vectors together.
 
     Raises:
-        APIError: the inputs cannot be served: 4xx with the field at fault, or 503.
+        APIError: as :func:`pool`.
     """
     return await pool(
         pooling,
@@ -132,7 +136,8 @@ async def pool(pooling: PoolingRequest, task: PoolingTask, num_prompts: int) -> 
     """Pool prompts concurrently. If one fails, or the client disconnects, the others are aborted.
 
     Raises:
-        APIError: the prompts cannot be served: 4xx with the field at fault, or 503.
+        APIError: the prompts cannot be served: 4xx with the field at fault, 500 or 503 if the engine fails or too many
+            requests wait, or 504 if they take too long.
     """
     served = pooling.served
     engine = served.engine
@@ -221,7 +226,10 @@ class _Run:
         self._timed_out = False
 
     async def outputs(self) -> list[RequestOutput]:
-        """Return the only output of each request, in order. If one fails, abort the others and raise APIError."""
+        """Return the only output of each request, in order. If one fails, abort the others and raise APIError.
+
+        Releases the reservation at the end.
+        """
         timer = None
         if self._timeout:
             timer = asyncio.get_running_loop().call_later(self._timeout, self._time_out)

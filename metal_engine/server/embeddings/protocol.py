@@ -24,7 +24,7 @@ class PoolingBody(RequestModel):
 
 
 class EmbeddingBody(PoolingBody):
-    """``POST /v1/embeddings``."""
+    """Body of ``POST /v1/embeddings``."""
 
     input: str | LongList[str] | LongList[int] | LongList[LongList[int]]
     dimensions: int | None = None
@@ -36,7 +36,7 @@ class DocumentObject(RequestModel):
 
 
 class RerankBody(PoolingBody):
-    """``POST /v1/rerank``."""
+    """Body of ``POST /v1/rerank``."""
 
     query: str
     documents: LongList[str | DocumentObject]
@@ -46,7 +46,7 @@ class RerankBody(PoolingBody):
 
 
 class ScoreBody(PoolingBody):
-    """``POST /score``."""
+    """Body of ``POST /score``."""
 
     text_1: str | LongList[str]
     text_2: str | LongList[str]
@@ -65,7 +65,7 @@ class PoolingUsage(BaseModel):
 
 
 class Embedding(BaseModel):
-    """``embedding`` is a list of numbers, or the base64 text of little-endian float32 values."""
+    """Vector of one input. ``embedding`` is a list of numbers, or the base64 text of little-endian float32 values."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -86,7 +86,7 @@ class RerankDocument(BaseModel):
 
 
 class RerankResult(BaseModel):
-    """``document`` is left out if the request sets ``return_documents`` to false."""
+    """Score of one document. ``document`` is left out if the request sets ``return_documents`` to false."""
 
     index: int
     document: RerankDocument | None = Field(default=None, exclude_if=lambda value: value is None)

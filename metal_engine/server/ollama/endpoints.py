@@ -38,7 +38,7 @@ def timestamp(seconds: float) -> str:
 
 
 class Pieces:
-    """Converts the deltas of one output into pieces. A response merges all pieces; a stream sends each as a line.
+    """Converts the deltas of one output into pieces. A response merges all pieces. A stream sends each piece as a line.
 
     A tool call becomes a piece when it is complete, because its arguments are an object. Incomplete calls are dropped.
     """
@@ -160,7 +160,7 @@ class OllamaEndpoint(Endpoint[BodyT]):
 
 
 class OllamaChat(OllamaEndpoint, Conversation):
-    """``/api/chat``."""
+    """Endpoint ``/api/chat``."""
 
     streams_arguments = False
 
@@ -173,14 +173,14 @@ class OllamaChat(OllamaEndpoint, Conversation):
 
 
 class OllamaGenerate(OllamaChat):
-    """``/api/generate`` with a prompt that the chat template formats."""
+    """Endpoint ``/api/generate`` with a prompt that the chat template formats."""
 
     def _answer(self, piece: AnswerMessage, **fields: Any) -> OllamaAnswer:
         return GenerateAnswer(**self._head(), response=piece.content, thinking=piece.thinking, **fields)
 
 
 class OllamaRaw(OllamaEndpoint, CompletionEndpoint):
-    """``/api/generate`` with a raw prompt, or a suffix."""
+    """Endpoint ``/api/generate`` with a raw prompt, or a suffix."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def _listed(name: str, served: ServedModel | None, started_at: str) -> ListedMod
 
 
 def running(models: ModelProvider, started_at: str) -> list[RunningModel]:
-    """List the loaded models."""
+    """List every name of the loaded models and of their LoRA adapters."""
     found = []
     for served in models.loaded:
         config = served.engine.config
@@ -77,7 +77,11 @@ def running(models: ModelProvider, started_at: str) -> list[RunningModel]:
 
 
 def shown(models: ModelProvider, name: str, started_at: str) -> Shown:
-    """Return a model's details. Does not load the model."""
+    """Return a model's details. Does not load the model. If it is not loaded, most details are empty.
+
+    Raises:
+        APIError: status 404, for an unknown name.
+    """
     served = models.find_loaded(name)
     if served is None:
         return Shown(
@@ -146,6 +150,6 @@ def _size(num_params: int) -> str:
 
 
 def _level(num_bytes: int, num_params: int, dtype: str) -> str:
-    """Return Ollama's name of the dtype. For quantized weights, it is ``Q`` and the bits of each weight."""
+    """Return Ollama's name of the dtype. For quantized weights, it is ``Q`` and the average bits of each weight."""
     bits = 8 * num_bytes // max(num_params, 1)
     return f"Q{bits}" if 0 < bits < 16 else {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(dtype, dtype)

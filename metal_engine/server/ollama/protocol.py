@@ -54,14 +54,14 @@ class OllamaBody(RequestModel):
 
 
 class OllamaChatBody(OllamaBody):
-    """``POST /api/chat``. A request without messages only loads the model."""
+    """Body of ``POST /api/chat``. A request without messages only loads the model."""
 
     messages: LongList[OllamaMessage] | None = None
     tools: LongList[dict[str, Any]] | None = None
 
 
 class OllamaGenerateBody(OllamaBody):
-    """``POST /api/generate``. A request without a prompt only loads the model."""
+    """Body of ``POST /api/generate``. A request with neither a prompt nor a suffix only loads the model."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -73,7 +73,10 @@ class OllamaGenerateBody(OllamaBody):
 
 
 class OllamaEmbedBody(RequestModel):
-    """``POST /api/embed``. ``truncate``, ``options`` and ``keep_alive`` have no effect: inputs are never truncated."""
+    """Body of ``POST /api/embed``. ``truncate``, ``options`` and ``keep_alive`` have no effect.
+
+    Inputs are never truncated.
+    """
 
     model: str | None = None
     input: str | LongList[str] | None = None
@@ -84,7 +87,7 @@ class OllamaEmbedBody(RequestModel):
 
 
 class OllamaEmbeddingsBody(RequestModel):
-    """``POST /api/embeddings``: one prompt, for older clients."""
+    """Body of ``POST /api/embeddings``, which takes one prompt, for older clients."""
 
     model: str | None = None
     prompt: str | None = None
@@ -93,7 +96,7 @@ class OllamaEmbeddingsBody(RequestModel):
 
 
 class OllamaShowBody(RequestModel):
-    """``POST /api/show``. Older clients send the model as ``name``."""
+    """Body of ``POST /api/show``. Older clients send the model as ``name``."""
 
     model: str | None = None
     name: str | None = None
@@ -156,7 +159,7 @@ class GenerateAnswer(OllamaAnswer):
 
 
 class EmbedAnswer(BaseModel):
-    """Response of ``/api/embed``, with one vector for each input."""
+    """Response of ``/api/embed``, with one vector for each input. A single empty input has no vector."""
 
     model: str
     embeddings: list[list[float]] | SkipJsonSchema[Placeholder]
@@ -214,7 +217,10 @@ class PsResponse(BaseModel):
 
 
 class Shown(BaseModel):
-    """``parameters`` are the sampling parameters that the checkpoint recommends; ``template`` is its chat template."""
+    """Response of ``/api/show``.
+
+    ``parameters`` are the sampling parameters that the checkpoint recommends. ``template`` is its chat template.
+    """
 
     model_config = ConfigDict(protected_namespaces=())
 

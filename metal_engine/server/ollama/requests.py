@@ -66,7 +66,7 @@ class RequestReader:
         self._noted: set[str] = set()
 
     def chat(self, served: ServedModel, body: OllamaChatBody) -> ChatCompletionBody:
-        """Convert a body to a chat. Removes the messages from the body.
+        """Convert a body with at least one message to a chat. Removes the messages from the body.
 
         Raises APIError, a 400, naming the field at fault.
         """

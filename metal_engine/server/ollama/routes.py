@@ -36,7 +36,10 @@ def add_ollama_routes(app: FastAPI, all_models: ModelProvider, runner: ResponseR
     reader = RequestReader()
 
     def named(body: protocol.OllamaBody | protocol.OllamaEmbedBody | protocol.OllamaEmbeddingsBody) -> str:
-        """Return the client's name of the model. Replaces it in the body by the server's name."""
+        """Return the client's name of the model. Replaces it in the body by the server's name.
+
+        Raises APIError, a 404, for an unknown name.
+        """
         name = body.model or all_models.names[0]
         body.model = models.own_name(all_models.all_names, name)
         all_models.check(body.model)
@@ -121,7 +124,7 @@ async def _embedding(pooling: PoolingRequest, body: protocol.OllamaEmbeddingsBod
 async def _vectors(
     pooling: PoolingRequest, inputs: list[str], field: str, dimensions: int | None = None
 ) -> tuple[list[bytes], int]:
-    """Return the vectors as JSON, and the number of tokens.
+    """Return the vectors as JSON, and the number of tokens. Raises as :func:`_embed`.
 
     An empty list and a single empty text have no vectors. Clients send them only to load a model.
     """
