@@ -54,6 +54,9 @@ def create_app(
             the only entry, responses contain the model's own name.
         args: settings of the server; None for the defaults.
         answer_format: format in which the model writes tool calls and reasoning. Without it, outputs are plain text.
+
+    Raises:
+        ConfigError: the settings about LoRA adapters are inconsistent.
     """
     args = args or ServerArgs()
     workers = Workers()
@@ -68,6 +71,9 @@ def app_of(models: ModelProvider, args: ServerArgs, discover: Discover | None = 
     Args:
         discover: function that finds models added after the server started. Without it, clients cannot load or unload
             models.
+
+    Raises:
+        ConfigError: the settings about LoRA adapters are inconsistent.
     """
     # No redirects, because they would go to the host in the request's Host header. No documentation pages of FastAPI,
     # because they load scripts from other servers.

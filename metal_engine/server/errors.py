@@ -67,7 +67,7 @@ class APIError(HTTPException):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None, *, where: str = "") -> APIError:
-    """Return an error with status 400."""
+    """Return an error with status 400. The arguments are those of :class:`APIError`."""
     return APIError(400, message, where=where, param=param, code=code)
 
 
@@ -87,8 +87,8 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     """Within this context, replace the field at fault in each APIError by the client's name of that field.
 
     Args:
-        names: map from a field of the converted body to the field of the client's body. A field may have places within
-            it as further keys, such as ``response_format.json_schema``. They apply to the message.
+        names: map from a field of the converted body to the field of the client's body. Keys may also be places within
+            such a field, such as ``response_format.json_schema``, and are then replaced only in the message.
     """
     try:
         yield
@@ -103,7 +103,7 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _is_within(place: str, outer: str) -> bool:
-    """Return True if a place is ``outer`` or within it."""
+    """Return True if the path ``place`` is ``outer`` itself or a path within it."""
     return place == outer or place.startswith((f"{outer}.", f"{outer}["))
 
 
@@ -212,7 +212,10 @@ def _too_long_for_anthropic(error: APIError) -> str:
 
 
 def error_response(error: APIError, scope: Scope) -> JSONResponse:
-    """Return the error as a response in the shape of the API that the request's path belongs to."""
+    """Return the error as a response in the shape of the API that the request's path belongs to.
+
+    Stores the error's code in the scope, for metrics.
+    """
     scope[ERROR_CODE] = error.code
     path: str = scope["path"]
     content: dict[str, Any] = error.body.model_dump()
@@ -255,9 +258,11 @@ def validated(model: type[ModelT], value: Any) -> ModelT:
 
 
 def from_validation(errors: Sequence[Any]) -> APIError:
-    """Return one error with status 400 for all problems that pydantic found in a body.
+    """Return an error with status 400 about the first field at fault, with all problems of that field.
 
-    Names the first field at fault.
+    Args:
+        errors: problems that pydantic found in a body, as from :meth:`ValidationError.errors`. Not empty. Each path
+            begins with ``body``.
     """
     first = errors[0]
     if first["type"] == "json_invalid":

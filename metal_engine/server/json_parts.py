@@ -1,4 +1,4 @@
-"""Responses whose JSON is made in parts, because log probabilities can be a hundred thousand objects of 1 kB each."""
+"""Encoding of responses in parts, because log probabilities can be a hundred thousand objects of 1 kB each."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pydantic import BaseModel
 
 
 class Placeholder(BaseModel):
-    """Placeholder in a response for JSON that is made separately."""
+    """Placeholder in a response for a part that is encoded separately."""
 
     placeholder: str
 
 
 class JSONParts:
-    """JSON parts of one response that are made before the remaining response."""
+    """Parts of one response that are encoded as JSON before the rest of the response."""
 
     def __init__(self) -> None:
         self._nonce = uuid.uuid4().hex  # no text of the response can equal a placeholder

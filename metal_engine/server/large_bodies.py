@@ -35,7 +35,8 @@ _ELEMENTS_AT_ONCE = 1 << 11
 MAX_WITHIN = 1 << 21
 
 _HIGH_OR_LOW_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-# Number of bytes per character in memory, bytes of characters that need fewer, and escapes of wider characters.
+# For each number of bytes per character in memory: the UTF-8 bytes of narrower characters, and a pattern of the JSON
+# escapes of characters that are at least this wide.
 _WIDTHS = ((4, bytes(range(0xF0)), re.compile(rb"\\u[dD][89abAB]")), (2, bytes(range(0xC4)), re.compile(rb"\\u(?!00)")))
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{:,'))
 
@@ -50,8 +51,8 @@ _MARKS_AT_ONCE = 1 << 18  # bytes split in one call, to bound the memory of the 
 def in_turn(num_bytes: int, call: Callable[..., T], *args: Any) -> T:
     """Return ``call(*args)``, a call into C that holds the GIL for up to 0.15 s if it processes ``num_bytes``.
 
-    The event loop requests the GIL again after each write to a socket. Without a pause, a step of 16 streams would wait
-    for 16 such calls. Short calls need only short pauses.
+    Such calls run one at a time, with a pause after each. The event loop requests the GIL again after each write to a
+    socket. Without a pause, a step of 16 streams would wait for 16 such calls. Short calls need only short pauses.
     """
     if num_bytes < _LONG_BYTES:
         return call(*args)
@@ -79,7 +80,7 @@ class ContentLimits:
         Raises:
             TooComplexError: the texts together exceed a limit.
         """
-        # A quote now begins or ends a string.
+        # After these replacements, each quote begins or ends a string.
         marks = in_turn(len(text), text.replace, rb"\\", b"")
         marks = in_turn(len(text), marks.replace, rb"\"", b"")
         marks = in_turn(len(text), marks.translate, None, _NOT_STRUCTURE)
@@ -106,7 +107,7 @@ class ContentLimits:
             raise TooComplexError(f"has more than {limit} {name}")
 
     def loads(self, text: str) -> Any:
-        """Check one of the texts, and parse it like :func:`json.loads`."""
+        """Check one of the texts, and parse it like :func:`json.loads`. Also raises as :meth:`check`."""
         self.check(text.encode("utf-8", "surrogatepass"))
         return in_turn(len(text), json.loads, text)
 

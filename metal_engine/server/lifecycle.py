@@ -27,6 +27,8 @@ class Lifecycle:
     Attributes:
         num_active: number of POST requests whose response is incomplete.
         num_begun: number of POST requests so far.
+        draining: True once the server rejects new requests.
+        cut: True once all requests have been aborted.
     """
 
     def __init__(self, cut_requests: Callable[[str], None], workers: Workers) -> None:
@@ -43,7 +45,7 @@ class Lifecycle:
         self.at_end: list[Callable[[], None]] = []
 
     async def drain(self, timeout: float) -> None:
-        """Reject new requests and wait for those in flight. Abort the remaining requests after ``timeout`` seconds.
+        """Reject new requests, and wait for the requests in flight. Abort the remaining ones after ``timeout`` seconds.
 
         Requests that wait for a grammar or for their images have not begun. The server drops them at once.
         """

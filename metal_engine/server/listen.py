@@ -40,6 +40,8 @@ class Listener:
 def listen(args: ServerArgs) -> Iterator[Listener]:
     """Bind the address in ``args``: ``--uds``, or ``--host`` and ``--port``.
 
+    At the end of the context, the socket is closed, and the file of a Unix socket is removed.
+
     Raises:
         ConfigError: the address is in use, forbidden or invalid, the certificate cannot be used, or the process may
             open too few files. The message names the flag.

@@ -19,7 +19,7 @@ _MAX_PATH = 4096
 
 
 class LoadLoRABody(BaseModel):
-    """``POST /v1/load_lora_adapter``. ``lora_path`` is a path below --lora-dir."""
+    """Body of ``POST /v1/load_lora_adapter``. ``lora_path`` is a path below --lora-dir."""
 
     lora_name: str = Field(min_length=1, max_length=MAX_NAME)
     lora_path: str = Field(min_length=1, max_length=_MAX_PATH)
@@ -27,7 +27,7 @@ class LoadLoRABody(BaseModel):
 
 
 class UnloadLoRABody(BaseModel):
-    """``POST /v1/unload_lora_adapter``. ``lora_int_id`` has no effect."""
+    """Body of ``POST /v1/unload_lora_adapter``. ``lora_int_id`` has no effect."""
 
     lora_name: str = Field(min_length=1, max_length=MAX_NAME)
     lora_int_id: int | None = None

@@ -32,7 +32,11 @@ class StreamOptions(RequestModel):
 
 
 class KVTransferParams(RequestModel):
-    """KV transfer with another engine, which has computed the prompt's KV or will use the KV computed here."""
+    """KV transfer with another engine.
+
+    With ``do_remote_prefill``, the other engine has computed the prompt's KV. With ``do_remote_decode``, the other
+    engine will use the KV that this engine computes.
+    """
 
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
@@ -111,7 +115,7 @@ class GenerationBody(RequestModel):
 
 
 class CompletionBody(GenerationBody):
-    """``POST /v1/completions``."""
+    """Body of ``POST /v1/completions``."""
 
     prompt: str | LongList[str] | LongList[int] | LongList[LongList[int]]
     suffix: str | None = None
@@ -168,7 +172,7 @@ class ImageURL(RequestModel):
         return image
 
     def source(self, default_place: str) -> ImageSource:
-        """Return the place of the file. ``default_place`` is the path of :attr:`url` in a chat request."""
+        """Return the source of the image file. ``default_place`` is the path of :attr:`url` in a chat request."""
         detail: Detail = "low" if self.detail == "low" else "high"
         return ImageSource(self.url, self._place or default_place, detail, self._is_base64)
 
@@ -245,7 +249,7 @@ class ThinkingBody(RequestModel):
 
 
 class ChatCompletionBody(GenerationBody):
-    """``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[LongList[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None

@@ -60,7 +60,8 @@ class Server(uvicorn.server.Server):
         prepare: work to do before the first connection is accepted. An exception from it ends the server.
         shutdown_timeout: seconds that requests in flight may take to finish when the server stops.
         death_grace: seconds for which the server still responds after its engine has died.
-        log_stats_interval: seconds between log lines about the engine; 0 for none.
+        log_stats_interval: seconds between log lines about the engine; 0 for no lines.
+        on_ready: function to call once the server accepts connections.
         limits: limits on connections.
         options: options of uvicorn: :attr:`Listener.tls`, and ``host`` and ``port`` if ``run`` gets no sockets.
 
@@ -177,7 +178,10 @@ class Server(uvicorn.server.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Within this context, the first SIGINT or SIGTERM calls :meth:`stop`, and the second :meth:`stop_now`."""
+        """Within this context, the first SIGINT or SIGTERM calls :meth:`stop`, and the second :meth:`stop_now`.
+
+        A third signal, or a signal before the startup, ends the process at once. Does nothing outside the main thread.
+        """
         is_main = threading.current_thread() is threading.main_thread()
         with _handled_by(self._on_signal) if is_main else nullcontext():
             yield
@@ -233,6 +237,12 @@ def run_server(
 ) -> int:
     """Serve a started engine until a signal arrives or the engine dies. Then shut the engine down.
 
+    Ends the process if the step in flight does not finish in time.
+
+    Args:
+        names: names of the model in the API, as for :func:`create_app`.
+        on_ready: function to call with the server's URL once it accepts connections.
+
     Returns:
         Exit status for the process: 0, 1 if the engine died, or 128 + signal after a second signal.
 
@@ -255,7 +265,7 @@ def run_registry(
 ) -> int:
     """Serve several models until a signal arrives, then shut them down.
 
-    Returns and raises as :func:`run_server`. Also raises the exceptions of ``prepare``.
+    Returns, raises and ends the process as :func:`run_server`. Also raises the exceptions of ``prepare``.
 
     Args:
         prepare: coroutine function that loads the initial models before the first connection is accepted.

@@ -24,7 +24,10 @@ MAX_TEXTS = 1 << 18
 
 
 class TokenizeBody(RequestModel):
-    """``POST /tokenize``: a ``prompt``, or ``messages`` with the other fields that affect the prompt of a chat."""
+    """Body of ``POST /tokenize``.
+
+    It has a ``prompt``, or ``messages`` with the other fields that affect the prompt of a chat.
+    """
 
     model: str | None = None
     prompt: str | None = None
@@ -46,7 +49,7 @@ class Tokens(BaseModel):
 
 
 class DetokenizeBody(RequestModel):
-    """``POST /detokenize``."""
+    """Body of ``POST /detokenize``."""
 
     model: str | None = None
     tokens: LongList[int]
@@ -62,7 +65,7 @@ class AddedToken(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """``GET /tokenizer_info``: fields of ``tokenizer_config.json``, including additional special tokens.
+    """Response of ``/tokenizer_info``: fields of ``tokenizer_config.json``, including additional special tokens.
 
     The keys of ``added_tokens_decoder`` are token ids.
     """
@@ -108,7 +111,11 @@ def _info(served: ServedModel) -> bytes:
 
 
 def _tokens(served: ServedModel, body: TokenizeBody) -> tuple[list[int], list[ImageSource]]:
-    """Return the tokens of a text or of a conversation without those of its images, and the images."""
+    """Return the token ids of a text or of a conversation without the tokens of its images, and the images.
+
+    Raises:
+        APIError: status 400, for a request that cannot be tokenized.
+    """
     tokenizer = served.tokenizer_beyond_context
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", param="prompt")

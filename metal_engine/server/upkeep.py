@@ -20,7 +20,7 @@ _BUSY_POLLS = 5
 _IDLE_SECONDS = {MemoryPressure.WARNING: 10.0, MemoryPressure.CRITICAL: 0.0}
 
 ReleaseMemory = Callable[[float], None]
-"""Releases the memory of models that have been idle for at least some seconds."""
+"""Releases the memory of models that have been idle for at least the given number of seconds."""
 
 
 class FreedMemory:
@@ -50,7 +50,10 @@ class FreedMemory:
 
 
 def release_idle_memory(release_memory: ReleaseMemory, pressure: MemoryPressure) -> None:
-    """Release memory of models that have been idle for some time. The time depends on the pressure."""
+    """Under memory pressure, release memory of models that have been idle for some time.
+
+    The time is shorter under higher pressure. Without pressure, nothing is released.
+    """
     if pressure in _IDLE_SECONDS:
         release_memory(_IDLE_SECONDS[pressure])
 

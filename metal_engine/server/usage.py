@@ -8,8 +8,8 @@ from pydantic import BaseModel, Field
 class PromptTokensDetails(BaseModel):
     """Cached prompt tokens, and tokens of images.
 
-    ``kv_store_tokens`` counts the cached tokens from a KV store. The KV cache had the others. Without images,
-    ``image_tokens`` is absent.
+    ``kv_store_tokens`` counts the cached tokens from a KV store. The other cached tokens were in the KV cache. Without
+    images, ``image_tokens`` is absent.
     """
 
     cached_tokens: int = 0

@@ -74,6 +74,10 @@ class Workers:
 
         Cancelling this coroutine removes queued work from the queue. In running work, it makes
         :func:`metal_engine.cancellation.is_cancelled` return True.
+
+        Raises:
+            APIError: status 503, if work of this kind has been dropped (:meth:`drop`).
+            Exception: the exception that ``work`` raises.
         """
         if weight in self._dropped:
             raise shutting_down()
@@ -121,7 +125,7 @@ class Workers:
     async def run_if_large(self, num_bytes: int, work: Callable[..., T], *args: object) -> T:
         """Return ``work(*args)``. Run it in a thread if ``num_bytes`` exceeds ``ALWAYS_SMALL_BYTES``.
 
-        Work on fewer bytes takes at most 10 ms.
+        Work on fewer bytes takes at most 10 ms. Raises as :meth:`run`.
         """
         return work(*args) if num_bytes <= ALWAYS_SMALL_BYTES else await self.run(Weight.of(num_bytes), work, *args)
 

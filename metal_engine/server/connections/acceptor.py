@@ -30,6 +30,13 @@ class Acceptor:
 
     The servers of asyncio and uvloop limit neither handshakes nor connections, and uvloop's server ends when
     descriptors run out.
+
+    Args:
+        listening: bound socket. :meth:`close` closes it.
+        make: function that creates a connection.
+        connections: registry that admits connections up to a limit.
+        tls: TLS context; None without TLS.
+        handshake_seconds: time limit for a TLS handshake.
     """
 
     def __init__(
@@ -102,7 +109,10 @@ class Acceptor:
             task.add_done_callback(partial(self._on_connected, connection, accepted))
 
     def _on_shortage(self, error: OSError) -> None:
-        """Close an idle connection and retry a moment later. The new connection stays in the socket's queue."""
+        """Log the error, close an idle connection, and retry a moment later.
+
+        The new connection stays in the socket's queue.
+        """
         if error.errno not in _SHORTAGES:
             logger.error("cannot accept a connection: %s", error)
         elif not self._is_short:

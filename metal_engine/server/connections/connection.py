@@ -176,7 +176,7 @@ class Connection(HttpToolsProtocol):
             self._await_client(self._limits.keep_alive_seconds)
 
     def _strip_upgrade_header(self) -> bytes:
-        """Return the head that the parser has just read, without the ``Upgrade`` header.
+        """Return the head that the parser has just read, without the ``Upgrade`` header. Replaces the parser.
 
         Clients that support HTTP/2 offer it with this header, and accept a response in HTTP/1.1. But the parser treats
         the data after such a head as data of the offered protocol.
@@ -202,7 +202,10 @@ class Connection(HttpToolsProtocol):
             self._await_client(self._limits.read_seconds)
 
     def _refuse(self, error: APIError) -> None:
-        """Respond with an error, stop reading requests, and close the connection."""
+        """Stop reading requests, respond with an error, and close the connection.
+
+        No error is sent if an earlier response is incomplete, or if the response to this request has begun.
+        """
         self._refused = True
         if self._num_answering > (self._phase == "body"):
             # Responses to earlier requests come first. A queue for this error alone is not worthwhile, so the

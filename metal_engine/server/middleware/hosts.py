@@ -69,7 +69,7 @@ def _is_allowed(host: str, known: frozenset[str]) -> bool:
 
 
 def _without_port(host: str) -> str:
-    """``localhost:8000`` -> ``localhost``, ``[::1]:8000`` -> ``::1``."""
+    """Return a host without its port: ``localhost:8000`` -> ``localhost``, ``[::1]:8000`` -> ``::1``."""
     if host.startswith("["):
         name, _, port = host[1:].partition("]")
         return name if re.fullmatch(r"(:\d*)?", port) else host

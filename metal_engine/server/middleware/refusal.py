@@ -14,7 +14,7 @@ from metal_engine.server.errors import APIError, error_response
 async def refuse(error: APIError, scope: Scope, receive: Receive, send: Send, seconds: float = 2.0) -> None:
     """Send an error and read the rest of the body for at most ``seconds``.
 
-    ``error`` has the header ``connection: close``. If the connection were closed at once, later data would reset it.
+    ``error`` must have the header ``connection: close``. If the connection were closed at once, later data would reset it.
     Some clients would then see the reset instead of the response.
     """
     response = error_response(error, scope)
