@@ -59,8 +59,7 @@ class _Inputs:
         blas: BLAS that MLX has loaded.
         ranks: ranks of the engine.
         transfer: settings of the KV store; None without a store.
-        earlier: configuration of the engine that this engine replaces, with the same settings; None if this engine
-            replaces none.
+        earlier: configuration of the engine with the same settings that this engine replaces; None for a first engine.
     """
 
     args: EngineArgs
@@ -78,8 +77,8 @@ def build_engine(
 
     Args:
         access: grants memory. If several models use the device, the settings must give the size of the KV cache.
-        earlier: configuration of the engine that this engine replaces, with the same settings. The new engine has the
-            same sizes. Checks that the earlier engine has passed are left out. None: this engine replaces none.
+        earlier: configuration of the engine with the same settings that this engine replaces; None for a first engine.
+            The new engine has the same sizes, and checks that the earlier engine has passed are left out.
 
     Raises:
         ModelLoadError: the model cannot be loaded or run.

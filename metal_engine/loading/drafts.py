@@ -112,12 +112,12 @@ def admit_head(
 
     Args:
         folder: directory or GGUF file of the model.
-        head: place of the draft head (:func:`find_head`); None for a head among the model's files.
+        head: file or folder of the draft head (:func:`find_head`); None for a head among the model's files.
         requirements: requirements of the model, which fits on its own.
 
     Returns:
-        The reason not to use the head, if the method is ``auto`` and the head does not fit or its files are invalid.
-        None in all other cases.
+        The reason not to use the head, if the method is ``auto`` and the head does not fit or its files are invalid;
+        otherwise None.
 
     Raises:
         ModelLoadError: the method is ``mtp``, and the head does not fit or its files are invalid.
@@ -179,12 +179,12 @@ def load_drafts(
 ) -> Drafts:
     """Load the draft model or the draft head that ``--speculative-config`` names, if any.
 
-    With the method ``auto``, a head that cannot be used is logged and becomes ``refusal`` of the result.
+    If the method is ``auto`` and the head cannot be used, the reason is logged and becomes ``refusal`` of the result.
 
     Args:
         target: model that gets the drafts.
         opened: the same model over a paged KV cache, which is not allocated. A draft head adds a state to its pool.
-        head: place of the draft head (:func:`find_head`); None for a head among the model's files.
+        head: file or folder of the draft head (:func:`find_head`); None for a head among the model's files.
         refusal: result of :func:`admit_head`.
 
     Raises:

@@ -32,7 +32,7 @@ class LoadChecks:
 
     Attributes:
         device: device on which the model will run, with practically unlimited memory if there are several models.
-        head: file or folder of a draft head outside the model's files; None without such a head.
+        head: file or folder of the draft head; None if the head is among the model's files, or there is no head.
         head_refusal: reason to ignore the draft head, after :meth:`claim`; None if there is no such reason.
         vision: processing of images, or the reason to refuse images, after :meth:`claim`.
     """
@@ -110,8 +110,8 @@ def _expected_bytes(
 
     Returns:
         Two sizes in bytes. The first is the KV cache and the cache of image features, as far as the settings and the
-        configuration determine them. The second is an estimate for the largest step and for encoding the largest image.
-        It is None if it cannot be estimated yet.
+        configuration determine them. The second is an estimate for the largest step and for encoding the largest image,
+        or None if an estimate is not possible yet.
     """
     import mlx.core as mx
 

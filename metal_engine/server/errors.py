@@ -261,8 +261,8 @@ def from_validation(errors: Sequence[Any]) -> APIError:
     """Return an error with status 400 about the first field at fault, with all problems of that field.
 
     Args:
-        errors: problems that pydantic found in a body, as from :meth:`ValidationError.errors`. Not empty. Each path
-            begins with ``body``.
+        errors: problems that pydantic found in a request, as from :meth:`RequestValidationError.errors`. Not empty.
+            Each path begins with a part of the request, such as ``body``.
     """
     first = errors[0]
     if first["type"] == "json_invalid":

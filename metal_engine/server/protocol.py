@@ -151,7 +151,7 @@ class ImageURL(RequestModel):
 
     Attributes:
         url: ``data:`` URL, or an address that the server may download from.
-        detail: ``low`` for fewer tokens; the other values of :data:`DETAILS` have the same effect.
+        detail: ``low`` for fewer tokens. ``high``, ``auto`` and ``original`` have the same effect as no value.
     """
 
     url: str

@@ -20,7 +20,7 @@ _BUSY_POLLS = 5
 _IDLE_SECONDS = {MemoryPressure.WARNING: 10.0, MemoryPressure.CRITICAL: 0.0}
 
 ReleaseMemory = Callable[[float], None]
-"""Releases the memory of models that have been idle for at least the given number of seconds."""
+"""Releases the memory of models that have been idle for at least some seconds."""
 
 
 class FreedMemory:

@@ -77,7 +77,9 @@ def _from_fp8(name: str, weight: mx.array, scales: mx.array, num_rows: int, num_
 
 
 def mlx_quantization(path: str, module: nn.Module, arrays: Mapping[str, mx.array]) -> dict[str, Any] | bool:
-    """Return the arguments of ``to_quantized`` that match a module's stored weights; False if they are not quantized.
+    """Return the arguments of ``to_quantized`` that match a module's stored weights.
+
+    Returns False if the stored weights are not quantized, so that :func:`mlx.nn.quantize` skips the module.
 
     Args:
         path: name of the module.

@@ -224,7 +224,7 @@ def embedding_table(model: nn.Module) -> nn.Module:
 
 
 def _weights_of_last_norm(model: nn.Module) -> dict[str, mx.array]:
-    """Return the norm and the ``hidden_scale`` of a head that uses the model's last norm.
+    """Return the weights ``norm.weight`` and ``hidden_scale`` of a head that uses the model's last norm.
 
     Such a head reads the hidden states before that norm. They equal the hidden states after the norm, divided by the
     norm's weight, except for their length. The head's own norm changes the length anyway.

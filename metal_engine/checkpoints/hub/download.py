@@ -76,7 +76,7 @@ def download(repo: HubRepo, names: list[str], download_dir: str | None) -> None:
 
 
 def _snapshot(repo: HubRepo, names: list[str], download_dir: str | None, *, quiet: bool) -> None:
-    """Let ``huggingface_hub`` add files to its cache and download missing files. Show progress bars unless ``quiet``."""
+    """Let ``huggingface_hub`` add files to its cache and download missing ones. Show progress bars unless ``quiet``."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -161,8 +161,8 @@ def _fetch(repo: HubRepo, name: str, sha256: str, blobs: Path, report: Report, s
 def _fetch_rest(repo: HubRepo, name: str, part: Path, report: Report, stop: threading.Event) -> None:
     """Append the missing bytes to ``part``. Returns early if ``stop`` is set.
 
-    Reconnects after an error of the HTTP client. The error is raised if more than ``_MAX_ATTEMPTS`` attempts in
-    succession bring no byte.
+    Reconnects after an error of the HTTP client. The error is raised after several attempts in succession that receive
+    no byte (``_MAX_ATTEMPTS``).
 
     Raises:
         Exception: an error of the file system or an HTTP error status at once, or an error of the HTTP client.

@@ -1,7 +1,7 @@
 """The Hugging Face hub: whether it is reachable, which files a repository has, and which files the local cache has.
 
-Every request to the hub has a time limit. ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` have the same meaning
-as in ``huggingface_hub``.
+Every request to the hub has a time limit. ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` have the
+same meaning as in ``huggingface_hub``.
 """
 
 from __future__ import annotations

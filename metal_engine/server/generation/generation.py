@@ -45,7 +45,7 @@ class Choice:
 
     Attributes:
         index: index of the choice in the response.
-        echo: text of the prompt, if the client wants it back; otherwise None.
+        echo: text of the prompt; None if the response does not repeat the prompt.
         reader: parser of the output; None if the output is plain text.
         texts: pieces of the generated text. Empty if outputs are parsed as they arrive.
         token_ids: generated tokens, including the token that ended generation. Empty like ``texts``.
@@ -114,7 +114,7 @@ class Generation:
         reservation: reserved queue places, one for each sequence.
         requests: one prepared request for each prompt. All have the same parameters.
         timeout: maximum duration in seconds; 0 for no limit.
-        echoes: text of each prompt, if the client wants it back; otherwise None.
+        echoes: text of each prompt; None if the response does not repeat the prompts.
         is_echo_only: True if the client wants only the prompts' texts.
         shows_prompt_logprobs: True if the response contains the prompts' log probabilities.
         shows_token_ids: True if the response contains the token ids of prompts and outputs.
@@ -160,8 +160,8 @@ class Generation:
     async def outputs(self, *, read: bool = True) -> AsyncGenerator[list[ChoiceOutput], None]:
         """Yield outputs as they arrive. Outputs that arrive together form one batch.
 
-        Closing the generator aborts unfinished sequences. At its end, the reservation is released, and the usage is
-        added to the request's log line.
+        Closing the generator aborts unfinished sequences. The end of the generator releases the reservation. If all
+        sequences have succeeded, the usage is added to the request's log line.
 
         Args:
             read: True to parse outputs as they arrive. False to keep their text for :meth:`read`.
@@ -311,7 +311,7 @@ class Generation:
     def prompt_logprobs(self, choice: Choice) -> Placeholder | None:
         """Encode the log probabilities of a choice's prompt. Return their placeholder in the response.
 
-        Returns None if the client does not want them. Call it in the order in which the response has the fields.
+        Returns None if the response must not contain them. Call it in the order in which the response has the fields.
         """
         if not self.shows_prompt_logprobs or choice.prompt_logprobs is None:
             return None
@@ -320,7 +320,7 @@ class Generation:
     def token_ids(self, ids: list[int]) -> Placeholder | None:
         """Encode the token ids of a prompt or an output. Return their placeholder in the response.
 
-        Returns None if the client does not want them. Call it in the order in which the response has the fields.
+        Returns None if the response must not contain them. Call it in the order in which the response has the fields.
         """
         return self.parts.add(to_json(ids)) if self.shows_token_ids else None
 

@@ -112,7 +112,7 @@ class ModelProvider(ABC):
 
     @abstractmethod
     async def use(self, request: Request, model: str | None) -> ServedModel:
-        """Return the model that a request names, after loading it if necessary. The model stays loaded during the request.
+        """Return the model that a request names. Load the model if necessary. It stays loaded during the request.
 
         If the name is a LoRA adapter's, return its model with the adapter.
 

@@ -263,7 +263,7 @@ class _Preparation(Generic[BodyT]):
         needs_grammar: True if there is a grammar to compile. Valid after :meth:`begin`.
         predicted_token_ids: predicted output of the client, if speculation is enabled. Valid after :meth:`begin`.
         requests: one prepared request for each prompt. Valid after the last step.
-        echoes: texts of the prompts, if the client wants them back; otherwise None. Valid after the last step.
+        echoes: texts of the prompts; None if the response does not repeat the prompts. Valid after the last step.
     """
 
     def __init__(

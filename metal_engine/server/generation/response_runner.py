@@ -66,9 +66,8 @@ class ResponseRunner:
     ) -> Response:
         """Return the response to a request.
 
-        If the model of a stream is not loaded, the stream begins at once. While the model is being loaded, comments in
-        the stream say so. Later errors then become events. Otherwise, the request is validated before its response
-        begins.
+        A stream whose model is not loaded begins at once. While the model is being loaded, the stream has comments that
+        say so. Later errors then become events. All other responses begin after the request is validated.
 
         Args:
             endpoint_class: class of the endpoint.

@@ -71,7 +71,7 @@ def with_place(
 
 
 def _schema_of(structured: StructuredOutputsParams) -> Any:
-    """Return the JSON schema; True if there is none, or if it is text that is not JSON."""
+    """Return the JSON schema of a structured output; True if it has no schema, or a schema that is not valid JSON."""
     given = structured.json
     if isinstance(given, Mapping):
         return dict(given)
@@ -124,9 +124,13 @@ def _moved(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(document: Document, names: _Names, part: dict[str, Any]) -> Iterator[tuple[_Names, Any]]:
-    """Yield the schemas directly within a part of a schema, and the target of the part's reference, if it has one.
+    """Yield the schemas directly within a part of a schema, and the schema that the part's ``$ref`` names.
 
-    Each schema comes after its names, which lead to it from the whole schema.
+    Args:
+        names: names that lead from the whole schema to ``part``.
+
+    Yields:
+        The names that lead from the whole schema to a schema, and that schema.
     """
     for key, name, inner in inner_schemas(part):
         yield ((*names, key) if name is None else (*names, key, name)), inner

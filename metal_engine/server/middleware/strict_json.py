@@ -55,8 +55,9 @@ def _refuse_constant(name: str) -> Any:
 def _typed(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Return the scope with the content type of JSON, if the request is for Ollama's API.
 
-    Ollama requires no content type: LiteLLM sends none, and ``curl -d`` sends the type of a form. A browser can send
-    such bodies across origins, but it then sends an ``Origin`` header. Requests with that header are not changed.
+    Ollama requires no content type: LiteLLM sends no content type, and ``curl -d`` sends the type of a form. A browser
+    can send bodies with the type of a form across origins, but it then sends an ``Origin`` header. Requests with that
+    header are not changed.
     """
     if not scope["path"].startswith("/api/") or any(name == b"origin" for name, _ in scope["headers"]):
         return scope

@@ -20,12 +20,12 @@ def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Mess
     system message after other messages becomes user text at its place. Therefore, earlier messages remain a prefix of
     the next turn, and the prefix cache still matches.
 
-    Returns:
-        The messages; ``messages`` itself if nothing changes.
-
     Args:
         messages: result of ``template_messages``. The content of its system messages is text.
         rules: rules of the chat template.
+
+    Returns:
+        The messages; ``messages`` itself if nothing changes.
     """
     ordered: list[Message] = []
     together: dict[int, list[Content]] = {}  # index in `ordered` -> contents of the message and those joined to it

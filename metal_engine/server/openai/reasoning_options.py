@@ -20,7 +20,7 @@ class ReasoningOptions:
 
     Attributes:
         effort: effort for the chat template; None if the request has no effort.
-        is_enabled: True if the request turns reasoning on, False if it turns reasoning off, None if it does neither.
+        is_enabled: True if the request turns reasoning on, False if it turns reasoning off, otherwise None.
         budget: maximum number of tokens of the reasoning; None for no limit.
         is_hidden: True if the response must leave out the text of the reasoning.
     """
@@ -58,7 +58,7 @@ class ReasoningOptions:
 
 
 def _only(given: Mapping[str, _T | None]) -> _T | None:
-    """Return the value of the one field that has a value; None if no field has one.
+    """Return the value of the only field that is set; None if no field is set.
 
     Args:
         given: names and values of fields with the same meaning.

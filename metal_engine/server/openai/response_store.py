@@ -58,8 +58,8 @@ class ResponseStore:
         """Store a response that is to run in the background.
 
         Raises:
-            APIError: status 400, if the store is too small for any such response; 503, if other unfinished responses
-                fill it.
+            APIError: status 400, if even an empty store could not hold the response; 503, if other unfinished responses
+                fill the store.
         """
         if not self._max_responses:
             raise invalid(" needs a server that stores responses (setting max-stored-responses)", where="background")

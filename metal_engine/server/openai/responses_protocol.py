@@ -75,7 +75,7 @@ class ResponsesBody(RequestModel):
 
 
 class Response(BaseModel):
-    """A response. In the events of a stream, and while it is unfinished, it has the output so far."""
+    """A response. An unfinished response has the output so far."""
 
     id: str
     object: Literal["response"] = "response"
@@ -293,7 +293,7 @@ def _content(content: Any, place: str) -> Any:
 
     Raises:
         APIError: status 400, for an invalid image.
-        ValueError: a part has an unsupported type.
+        ValueError, KeyError, TypeError: a part has an unsupported type, or lacks a field.
     """
     if isinstance(content, str) or not any(part["type"] == _IMAGE for part in content):
         return _text(content)

@@ -74,8 +74,8 @@ def snapshot(engine: AsyncEngine, names: Sequence[str], requests: Sequence[SeenR
 def stats(engine: AsyncEngine) -> dict[str, Any]:
     """Return current counts, and totals since the start.
 
-    ``first_token`` and ``inter_token`` are latencies: their sum in seconds, and the number of values. ``drafts`` has the
-    numbers of proposed and of accepted tokens. ``time`` is Unix time in seconds.
+    ``first_token`` and ``inter_token`` are latencies: their sum in seconds, and the number of values. ``drafts`` has
+    the numbers of proposed and of accepted tokens. ``time`` is Unix time in seconds.
     """
     now, m = engine.stats, engine.metrics
     return {

@@ -57,7 +57,7 @@ class PageFile:
     etag: str
 
     def response(self, if_none_match: str) -> Response:
-        """Return a response with the file, or with status 304 if the client has it.
+        """Return a response with the file, or with status 304 if the client has this version.
 
         Args:
             if_none_match: value of the request header of that name; empty if there is none.

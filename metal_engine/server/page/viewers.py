@@ -68,7 +68,7 @@ class Viewer:
 
 
 class Viewers:
-    """Distributes the engine's frames to all viewers, while there are any. Must be used in the event loop's thread.
+    """Distributes the engine's frames to all viewers of a model. Must be used in the event loop's thread.
 
     Args:
         names: names of the model in the API.

@@ -11,7 +11,7 @@ class ModelCard(BaseModel):
     """A model under one of its names, or a LoRA adapter.
 
     For an adapter, ``root`` is its path and ``parent`` is its model. ``memory_bytes`` is the maximum amount of memory
-    that the model takes. Adapters do not have it.
+    that the model takes, and absent for adapters.
     """
 
     id: str
@@ -65,7 +65,7 @@ class Health(BaseModel):
     - ``replay``: ``on`` if decode-only steps are replayed, otherwise ``off``, with the reason if replay is impossible.
     - ``speculation``: source of drafts, with the reason if a draft head is not used. Absent without speculation.
     - ``images``: ``accepted`` if prompts may have images, otherwise ``refused``, with the reason.
-    - ``kv_transfer``: counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, if KV transfer is used.
+    - ``kv_transfer``: counts of ``metal_engine.kv_transfer.stats.KVTransferStats``, if KV transfer is used.
     - ``error``: present if the engine has stopped. Clients that may not see the engine's own error get no details.
     """
 
@@ -94,8 +94,8 @@ class ModelHealth(BaseModel):
     """Health of one of several models.
 
     ``memory_bytes`` is the memory reserved for the model. ``requests`` counts current requests. ``loads`` counts loads
-    so far. ``attention``, ``kv_cache_dtype`` and ``images`` are as in :class:`Health`, and absent while the model is not
-    loaded. ``restarting`` is true while requests wait for a new engine. ``error`` is the reason why the last load
+    so far. ``attention``, ``kv_cache_dtype`` and ``images`` are as in ``Health``, and absent while the model is
+    not loaded. ``restarting`` is true while requests wait for a new engine. ``error`` is the reason why the last load
     failed, or why the engine has stopped.
     """
 
@@ -121,7 +121,7 @@ class RegistryHealth(BaseModel):
     """Response of ``/health`` with several models: counts for all models together, and the health of each model.
 
     ``kv_cache_usage`` is the usage of the fullest cache. ``used_bytes`` is the used part of ``memory_bytes``.
-    ``models`` is empty for clients that have not sent the server's key, if the server has one.
+    If the server has a key, ``models`` is empty for clients that have not sent the key.
     """
 
     status: Literal["ok", "draining"]
