@@ -124,8 +124,12 @@ def open_model(
 
 
 def _with_recurrence(paged: PagedModel, ranks: Ranks, run: Callable[[], T]) -> T:
-    """Return the result of ``run``. If it raises UnsupportedModelError, drop the model's kernels for recurrent layers
-    and call ``run`` again.
+    """Return the result of ``run``. If the model's kernels for recurrent layers make it fail, run without the kernels.
+
+    If ``run`` raises UnsupportedModelError and the model has such kernels, all ranks drop them and call ``run`` again.
+
+    Raises:
+        UnsupportedModelError: the model does not run without the kernels.
     """
     try:
         return run()

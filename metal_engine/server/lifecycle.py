@@ -1,4 +1,4 @@
-"""Shutdown of the server: requests in flight may finish, and new requests are rejected."""
+"""Shutdown of the server: requests in flight may finish, and new POST requests are rejected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lifecycle:
     Attributes:
         num_active: number of POST requests whose response is incomplete.
         num_begun: number of POST requests so far.
-        draining: True once the server rejects new requests.
+        draining: True once the server rejects new POST requests.
         cut: True once all requests have been aborted.
     """
 
@@ -45,7 +45,7 @@ class Lifecycle:
         self.at_end: list[Callable[[], None]] = []
 
     async def drain(self, timeout: float) -> None:
-        """Reject new requests, and wait for the requests in flight. Abort the remaining ones after ``timeout`` seconds.
+        """Reject new POST requests, and wait for those in flight. After ``timeout`` seconds, abort the remaining ones.
 
         Requests that wait for a grammar or for their images have not begun. The server drops them at once.
         """
@@ -80,7 +80,7 @@ class Lifecycle:
         return self._idle.is_set()
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Wrap ``app``: count its POST requests, and reject them once the server is stopping."""
+        """Wrap ``app``: count its POST requests, and reject them with status 503 once the server is stopping."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["method"] != "POST":

@@ -31,7 +31,8 @@ def without_fp8(arrays: dict[str, mx.array], config: Mapping[str, Any]) -> dict[
         config: content of the ``config.json`` beside the arrays' files.
 
     Raises:
-        ModelLoadError: scales lack or do not fit their weights, or the configuration's size of blocks is invalid.
+        ModelLoadError: the weights of some scales are missing or do not fit the scales, or the configuration's size of
+            blocks is invalid.
     """
     quantization = config.get("quantization_config")
     named = quantization.get("weight_block_size") if isinstance(quantization, dict) else None

@@ -91,9 +91,6 @@ def read_head(place: Path, model: nn.Module) -> HeadWeights:
         place: a file or a folder (:func:`head_files`).
         model: mlx-lm model that the head belongs to.
 
-    Returns:
-        The weights. Most of them are lazy arrays.
-
     Raises:
         ModelLoadError: the files have no head, or the head cannot be used. The message gives the reason.
     """

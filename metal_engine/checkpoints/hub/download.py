@@ -101,7 +101,9 @@ def _check_space(repo: HubRepo, missing: int, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _progress(name: str, total: int, done: int) -> Iterator[Report]:
-    """Show a progress bar if standard error is a terminal. Yield the function that reports downloaded bytes.
+    """Show a progress bar if standard error is a terminal, unless the hub's progress bars are disabled.
+
+    Yields the function that reports downloaded bytes.
 
     Args:
         total: size of all files in bytes.

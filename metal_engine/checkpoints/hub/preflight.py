@@ -31,7 +31,9 @@ _MAX_LISTED = 12
 
 
 def choose_gguf(name: HubName, files: list[str], sizes: Callable[[str], int]) -> GgufFile | None:
-    """Return the GGUF file that a name on the hub selects; None if the name selects safetensors.
+    """Return the GGUF file that a name on the hub selects; None if the name selects no GGUF file.
+
+    A name without a quantization selects no GGUF file if the repository has safetensors files or no GGUF files.
 
     Args:
         name: repository, revision and quantization.

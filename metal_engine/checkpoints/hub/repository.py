@@ -131,7 +131,7 @@ def _check_answers() -> None:
 
 
 def find_repo(repo: str, revision: str | None) -> HubRepo:
-    """Return the current files of a repository, with one small request.
+    """Return the current files of a repository. Check first that the hub is reachable.
 
     Raises:
         Exception: HubUnreachableError, or any error of the hub's client. :func:`hub_problem` describes it.

@@ -62,6 +62,8 @@ class ServedModel:
 
     Attributes:
         names: names of the model. Responses contain the first one.
+        auto_tool_choice: setting ``--enable-auto-tool-choice``.
+        tool_grammar: setting ``--tool-grammar``.
         any_name: True if the model also serves requests with any other name.
         allowed_media_domains: hosts from which images may be downloaded.
         adapter: LoRA adapter that requests use; None to use the model alone.

@@ -49,7 +49,12 @@ OPENAI_ERRORS = PreparationErrors(lambda error: sse(error.body))
 
 @dataclass(frozen=True)
 class ResponseRunner:
-    """Runs requests and creates their responses: one body, or a stream of events."""
+    """Runs requests and creates their responses: one body, or a stream of events.
+
+    Attributes:
+        models: models of the server.
+        sse_keep_alive: seconds without events after which a stream gets a comment; 0 for no comments.
+    """
 
     models: ModelProvider
     sse_keep_alive: float

@@ -40,7 +40,7 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, Any]) -> Sampli
 
 
 def parameter_error(error: ParameterError, body: GenerationBody, *, is_forced: bool = False) -> APIError:
-    """Convert an error about a parameter to a response with status 400 that has the body's name of the parameter.
+    """Convert an error about a parameter to an APIError with status 400 and the body's name of the parameter.
 
     Args:
         body: body of the request.

@@ -68,7 +68,9 @@ class Viewer:
 
 
 class Viewers:
-    """Distributes the engine's frames to all viewers of a model. Must be used in the event loop's thread.
+    """Distributes a model's frames to its viewers. Watches the engine only while there are viewers.
+
+    Must be used in the event loop's thread.
 
     Args:
         names: names of the model in the API.

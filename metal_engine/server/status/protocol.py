@@ -33,8 +33,8 @@ class RegistryCard(ModelCard):
     """One of several models.
 
     ``max_model_len`` is null until the first load. ``memory_bytes`` is the memory reserved for the model at present.
-    ``requests`` counts current requests. ``idle_seconds`` is the time since the last request, and null while the model
-    is not loaded. ``error`` is the reason why the last load failed, or null.
+    ``requests`` counts current requests. ``idle_seconds`` is the time since a request last started or ended, and null
+    while the model is not loaded. ``error`` is the reason why the last load failed, or null.
     """
 
     max_model_len: int | None  # type: ignore[assignment]

@@ -42,7 +42,7 @@ WITHOUT_KEY = "metal_engine.without_key"
 
 
 def get_and_head(app: FastAPI, path: str, **options: Any) -> Callable[[EndpointT], EndpointT]:
-    """Add a route for GET and for HEAD, which probes send. The schema contains only GET."""
+    """Return a decorator that adds an endpoint for GET, and for HEAD, which probes send. The schema has only GET."""
 
     def add(endpoint: EndpointT) -> EndpointT:
         app.get(path, **options)(endpoint)
@@ -104,8 +104,8 @@ def _docs(app: FastAPI) -> bytes:
 def _may_see_names(request: Request) -> bool:
     """Return True if the client may see parameter names from other clients' requests.
 
-    The client must have the server's key or, if there is no key, be on this machine. Clients of a Unix socket may not,
-    because their address is unknown.
+    If the server has a key, the client must have sent the key. Otherwise, the client must be on this machine. A client
+    of a Unix socket does not count as local, because its address is unknown.
     """
     without_key = request.scope.get(WITHOUT_KEY)
     if without_key is not None:
