@@ -163,11 +163,13 @@ def _fetch(repo: HubRepo, name: str, sha256: str, blobs: Path, report: Report, s
 def _fetch_rest(repo: HubRepo, name: str, part: Path, report: Report, stop: threading.Event) -> None:
     """Append the missing bytes to ``part``. Returns early if ``stop`` is set.
 
-    Reconnects after an error of the HTTP client. The error is raised after several attempts in succession that receive
-    no byte (``_MAX_ATTEMPTS``).
+    Reconnects after an error of the HTTP client, and after an incomplete response.
 
     Raises:
-        Exception: an error of the file system or an HTTP error status at once, or an error of the HTTP client.
+        ModelLoadError: the last of several attempts in succession (``_MAX_ATTEMPTS``) has received no byte, without an
+            error.
+        Exception: an error of the file system or an HTTP error status at once, or the HTTP client's error in the last
+            of these attempts.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -177,16 +179,21 @@ def _fetch_rest(repo: HubRepo, name: str, part: Path, report: Report, stop: thre
             report(-out.tell())
             out.truncate(0)
         while (before := out.seek(0, os.SEEK_END)) < size and not stop.is_set():
+            problem: Exception = ModelLoadError(f"{repo.name}: the hub sends no byte of {name}")
             try:
                 _append(repo, name, out, report, stop)
             except (OSError, HfHubHTTPError):
                 raise
-            except Exception as error:  # errors of the HTTP client, which have no common base class
-                attempts = 1 if out.tell() > before else attempts + 1
-                if attempts > _MAX_ATTEMPTS:
-                    raise
-                logger.info("the download of %s was interrupted (%s) and resumes", name, error)
-                stop.wait(attempts)
+            except Exception as error:  # noqa: BLE001  (errors of the HTTP client have no common base class)
+                problem = error
+            else:
+                if out.tell() > before:
+                    continue
+            attempts = 0 if out.tell() > before else attempts + 1
+            if attempts == _MAX_ATTEMPTS:
+                raise problem
+            logger.info("the download of %s was interrupted (%s) and resumes", name, problem)
+            stop.wait(max(attempts, 1))
 
 
 def _append(repo: HubRepo, name: str, out: Any, report: Report, stop: threading.Event) -> None:

@@ -311,7 +311,7 @@ def _assistant_turn(content: str | list[dict[str, Any]], place: str) -> list[Mes
     for block in content:
         match block["type"]:
             case "thinking":
-                turn["reasoning"] = block["thinking"]
+                turn["reasoning"] = "\n\n".join(filter(None, (turn.get("reasoning"), block["thinking"])))
             case "redacted_thinking":
                 pass  # only Anthropic's models can read it
             case "tool_use":

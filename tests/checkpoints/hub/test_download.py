@@ -80,6 +80,16 @@ def test_a_broken_connection_is_taken_up_again(hub: FakeHub, tmp_path: Path, mon
     assert TOTAL <= hub.file_bytes <= TOTAL + 2 * (1 << 14) + 1000
 
 
+def test_a_hub_that_sends_no_byte_is_given_up(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Responses end without an error, and without content."""
+    attempts: list[str] = []
+    monkeypatch.setattr(hub_download, "_append", lambda repo, name, *rest: attempts.append(name))
+    monkeypatch.setattr(hub_download, "_MAX_ATTEMPTS", 2)
+    with pytest.raises(ModelLoadError, match="the hub sends no byte of model-0000"):
+        pull("org/plain", tmp_path / "cache")
+    assert max(map(attempts.count, attempts)) == 2
+
+
 @pytest.mark.parametrize("length", [1_000_000, 2_000_000])
 def test_a_part_that_is_no_part_of_the_file(hub: FakeHub, tmp_path: Path, length: int) -> None:
     """A damaged part is refused and removed. A part longer than the file is removed at once."""

@@ -166,3 +166,12 @@ def test_too_many_tools_are_refused_before_all_are_converted(monkeypatch: pytest
     with pytest.raises(APIError, match="characters together"):
         protocol.to_chat(body)
     assert len(converted) < 5_000
+
+
+def test_a_turn_keeps_all_of_its_reasoning() -> None:
+    """With interleaved thinking, a turn can have several blocks."""
+    blocks = [{"type": "thinking", "thinking": text, "signature": ""} for text in ("First.", "", "Then.")]
+    messages = [*USER, {"role": "assistant", "content": [*blocks, {"type": "text", "text": "So."}]}]
+    body = protocol.CountTokensBody.model_validate({"model": MODEL, "messages": messages})
+    turn = protocol.to_chat(body).messages[-1]
+    assert (turn.reasoning, turn.content) == ("First.\n\nThen.", "So.")
