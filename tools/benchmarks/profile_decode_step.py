@@ -113,7 +113,13 @@ def instrument(profile: Profile) -> None:
 
 
 class Answers:
-    """Engine with requests in decode, stepped directly. Outputs go to the queues of an event loop."""
+    """Engine with requests in decode, stepped directly. Outputs go to the queues of an event loop.
+
+    Args:
+        num_steps: number of steps that the requests are long enough for, twice.
+        ahead: True for asynchronous scheduling, which plans one step ahead.
+        replay_decodes: setting of the engine of the same name.
+    """
 
     def __init__(
         self, model: str, num_requests: int, num_steps: int, ahead: bool, replay_decodes: str = "never"

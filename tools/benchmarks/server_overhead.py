@@ -136,7 +136,10 @@ async def run_clients(url: str, args: argparse.Namespace, num_tokens: int) -> tu
 
 
 async def overload(url: str) -> list[float]:
-    """Return the seconds to each 503 response, one after another, while the maximum number of streams run and wait."""
+    """Return the seconds to each 503 response, in ascending order, while the server's queue is full.
+
+    Requests that are refused are sent one after another.
+    """
     path, body, mark = ENDPOINTS["chat"]
     content = json.dumps({**body, "max_tokens": 30_000, "stream": True}).encode()
     host, port = url.removeprefix("http://").split(":")
@@ -214,7 +217,7 @@ def main() -> None:
 
 
 def _cpu_seconds(server: subprocess.Popen[str]) -> float:
-    """Return user and system time of the server so far."""
+    """Return the user and system time of the server so far, in seconds."""
     assert server.stdin is not None and server.stdout is not None
     print(file=server.stdin, flush=True)
     return float(server.stdout.readline())

@@ -33,7 +33,10 @@ from tools.compare.peers import OURS, running
 
 
 def worker_of(server_pid: int) -> int | None:
-    """Return the id of the engine's process of a server. A spare process is younger."""
+    """Return the id of the process of a server's engine; None if it has none.
+
+    The lowest id is that of the engine: a spare process starts later.
+    """
     listed = subprocess.run(
         ["ps", "-A", "-o", "pid=", "-o", "ppid=", "-o", "command="], capture_output=True, text=True, check=True
     )
