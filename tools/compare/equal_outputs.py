@@ -37,7 +37,10 @@ class Comparison:
 
 
 def compare_outputs(model: Any, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> Comparison:
-    """Compare two greedy outputs of ``prompt``. If they differ, teacher-forces ``model``, a plain mlx-lm model."""
+    """Compare two greedy outputs of ``prompt``, all as token ids.
+
+    If tokens differ, their logits are computed on the common prefix with ``model``, an mlx-lm model.
+    """
     import mlx.core as mx
 
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
