@@ -74,9 +74,11 @@ class SimulatedScenario:
 
 @dataclass(eq=False, slots=True)
 class Served:
-    """Request with its outcome.
+    """Request with its outcome. Times are in seconds, and negative until they are known.
 
     Attributes:
+        prompt: token ids; emptied when the request has finished, as is ``block_hashes``.
+        asked_at: time of arrival.
         num_possible_tokens: prompt tokens that an unlimited cache shared by all replicas would have had.
         replica: current or last replica.
         outcome: "finished", or "broken" if its replica was lost after the first token; None while it runs.
