@@ -52,7 +52,7 @@ class CompileResult:
 
 
 def xcrun(*arguments: str | Path) -> str | None:
-    """Run a tool of Xcode. Return its output if it failed, else None."""
+    """Run a tool of Xcode. Return its output if it failed, otherwise None."""
     done = subprocess.run(["xcrun", "-sdk", "macosx", *map(str, arguments)], capture_output=True, text=True)
     return (done.stdout + done.stderr).strip() or f"exit status {done.returncode}" if done.returncode else None
 
@@ -96,7 +96,7 @@ def known_gpus(out: Path) -> list[str]:
 
 
 def names_to_build(folder: Path, listing: Path, tensor_ops: bool) -> list[str]:
-    """Return the variants in ``folder`` with tensor operations, or those without.
+    """Return the names of the variants in ``folder`` with tensor operations, or without them.
 
     Exits unless the folder's files, its manifest and ``listing`` name the same variants.
     """

@@ -165,7 +165,7 @@ class CudaKernel(SimulatedKernel):
 
 @cache
 def driver() -> Driver:
-    """Return the GPU that this process uses."""
+    """Return the GPU that this process uses. Raises NoGpuError without a GPU."""
     return Driver()
 
 

@@ -265,7 +265,7 @@ _SIZE = re.compile(r"(\d+)/(\d+)x(\d+)(?::(\d+))?")
 
 
 def attention_layers(row: str) -> Iterator[Attention]:
-    """Yield the layers of a row of ATTENTION."""
+    """Yield the layers of a row of ATTENTION. Raises ValueError if a shape does not have the format above."""
     sizes, _, kinds = row.partition("|")
     for size in sizes.split():
         for kind in kinds.split() or ["full"]:
