@@ -80,7 +80,7 @@ def version_of(agent: Agent) -> str:
 def environment(agent: Agent, server: RunningServer, home: Path) -> dict[str, str]:
     """Return the environment variables of the agent. Creates ``home`` and writes the agent's settings into it.
 
-    Of this shell's variables, only PATH is passed on, so that the agent finds no settings or keys of the user.
+    The agent gets only PATH from this shell's environment, and therefore no settings or keys of the user.
     """
     home.mkdir(parents=True, exist_ok=True)
     basic = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), "SHELL": "/bin/bash", "NO_COLOR": "1"}

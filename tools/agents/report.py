@@ -133,7 +133,7 @@ def _add_tokens(found: TurnReport, one: LoggedRequest) -> None:
 
 
 def _lost_calls(logged: Sequence[LoggedRequest], responses: Sequence[Received]) -> list[str]:
-    """Return calls that the agent did not receive as the model wrote them, and received calls that nobody wrote.
+    """Return the model's calls that the agent did not receive unchanged, and received calls that are not the model's.
 
     Calls whose arguments are not JSON are included.
     """
