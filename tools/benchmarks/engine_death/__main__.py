@@ -33,9 +33,9 @@ from tools.compare.peers import OURS, running
 
 
 def worker_of(server_pid: int) -> int | None:
-    """Return the id of the process of a server's engine; None if it has none.
+    """Return the process id of a server's engine; None if the engine has no process.
 
-    The lowest id is that of the engine: a spare process starts later.
+    The engine's process has the lowest id, because a spare process starts later.
     """
     listed = subprocess.run(
         ["ps", "-A", "-o", "pid=", "-o", "ppid=", "-o", "command="], capture_output=True, text=True, check=True

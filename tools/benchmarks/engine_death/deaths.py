@@ -165,7 +165,7 @@ class Deaths:
             self._recent.popleft()
 
     async def _die(self, kind: str, report: Report) -> None:
-        """End the process of the engine and wait until it is gone. The kind ``error`` makes a step fail instead.
+        """End the engine's process, and wait until it no longer exists. The kind ``error`` only makes a step fail.
 
         Raises:
             RuntimeError: no process of the engine was found within ``_READY_SECONDS``.
