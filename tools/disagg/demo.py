@@ -36,7 +36,7 @@ def serving(model: str, role: str, directory: str, *flags: str) -> Iterator[str]
         directory: folder of the KV store.
 
     Raises:
-        SystemExit: the server has ended before it was ready.
+        SystemExit: the server process exited during its start.
     """
     port = free_port()
     transfer = {"kv_connector": "disk", "kv_role": role, "kv_connector_extra_config": {"path": directory}}
