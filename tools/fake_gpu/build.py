@@ -45,7 +45,7 @@ def build(mlx: Path, version: str) -> Path:
         version: version of MLX.
 
     Raises:
-        FakeGpuError: no compiler was found, compilation failed, or other users can write to the cache folder.
+        FakeGpuError: no compiler was found, compilation failed, or other users could write to the cache folder.
     """
     path = compiler()
     parts = [SOURCE.read_text(), version, path, " ".join(_FLAGS), platform.machine(), str(mlx)]

@@ -139,7 +139,7 @@ def make_engine(
     Args:
         ahead: value of ``--async-scheduling``.
         replay: True to replay decode steps.
-        has_head: True to give the model a draft head, which processes the tokens of every step but drafts none.
+        has_head: True to give the model a draft head. The head processes the tokens of every step. It makes no drafts.
         runner: arguments of :class:`ModelRunner`.
     """
     max_model_len = min(workload.prompt_len + workload.max_tokens + BLOCK_SIZE, 8192)
