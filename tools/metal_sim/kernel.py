@@ -42,7 +42,11 @@ def _numpy_dtype(dtype: mx.Dtype) -> np.dtype:
 
 
 class SimulatedKernel:
-    """Kernel that is compiled once per combination of dtypes, size classes and template arguments."""
+    """Kernel that is compiled once per combination of dtypes, size classes and template arguments.
+
+    The size class of an input says if the input is in constant or in device memory. A call runs the kernel and raises
+    :class:`MetalSimError` at its first fault.
+    """
 
     flushes_half = False
 

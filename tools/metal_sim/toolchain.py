@@ -62,7 +62,7 @@ def cache_dir() -> Path:
     """Return the folder of compiled kernels: ``METAL_SIM_CACHE``, or a folder in the user's cache directory.
 
     Raises:
-        ToolchainError: other users can write to the folder.
+        ToolchainError: other users could write to the folder or replace it.
     """
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = Path(os.environ.get("METAL_SIM_CACHE") or users / "metal-sim")
