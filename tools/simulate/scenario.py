@@ -74,7 +74,7 @@ class SimulatedScenario:
 
 @dataclass(eq=False, slots=True)
 class Served:
-    """Request with its outcome. Times are in seconds, and negative until they are known.
+    """Request with its outcome. Times are in seconds. A negative time means that the event has not happened.
 
     Attributes:
         prompt: token ids; emptied when the request has finished, as is ``block_hashes``.
