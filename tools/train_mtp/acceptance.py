@@ -23,7 +23,7 @@ class Acceptance:
     Attributes:
         num_positions: positions from which a whole chain lies in the answer.
         all_right: share of positions at which drafts 1 to k are all right, for k = 1, 2, 3.
-        each_right: share of positions at which draft k is right, among positions at which all earlier drafts are right.
+        each_right: share of right drafts k among the positions whose earlier drafts are all right.
         tokens_per_step: mean tokens of a step with k drafts, if steps began at every position equally often.
     """
 

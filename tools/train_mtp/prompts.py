@@ -127,7 +127,7 @@ def _sum_of(numbers: random.Random) -> str:
     )
 
 
-# Prompts on which acceptance is measured. Training prompts that equal one of these are left out.
+# Prompts on which acceptance is measured. Equal prompts are removed from the training prompts.
 HELD_OUT = (
     # questions
     "What is the capital of Portugal, and what is it known for?",
