@@ -312,9 +312,9 @@ def merged(parts: list[RequestOutput]) -> RequestOutput:
 
 
 def gap(output: RequestOutput, expected: Golden) -> float:
-    """Return the largest difference of a log probability, of sampled and alternative tokens.
+    """Return the largest absolute difference between log probabilities of ``output`` and of ``expected``.
 
-    Infinite if the outputs have different tokens.
+    Sampled and alternative tokens are compared. The result is infinite if the outputs have different tokens.
     """
     assert output.logprobs is not None and len(output.token_ids) == len(output.logprobs)
     if output.token_ids != expected.token_ids:
