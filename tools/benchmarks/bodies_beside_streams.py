@@ -87,7 +87,7 @@ class Load:
 
 
 async def measure(url: str, body: bytes, args: argparse.Namespace, num_clients: int) -> tuple[float, Load]:
-    """Return the tokens per second of one server, and its load."""
+    """Put load on one server. Return the tokens per second that it generates, and the load with its measurements."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
         load = Load(client, body, args.seconds)

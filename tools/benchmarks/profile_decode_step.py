@@ -72,7 +72,7 @@ class Profile:
         setattr(owner, name, timed)
 
     def step(self, step: Callable[[], None]) -> dict[str, float]:
-        """Return the times of the parts of one step in seconds, without nested parts."""
+        """Run one step. Return the seconds of each part without nested parts, of ``other`` work, and in ``total``."""
         self._parts.clear()
         self._inner = [0.0]
         start = time.perf_counter()

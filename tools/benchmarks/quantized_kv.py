@@ -94,7 +94,7 @@ def our_scores(kv_cache_dtype: str, windows: Windows, chunk: int = _CHUNK) -> Sc
 
 
 def our_forward(kv_cache_dtype: str, num_tokens: int) -> Forward:
-    """Return the forward of one request with ``num_tokens`` tokens."""
+    """Return metal-engine's forward for one request at a time, with at most ``num_tokens`` tokens."""
     paged = PagedModel(load_demo_model(), kv_cache_dtype=kv_cache_dtype)
     backend = choose_backend("auto", _BLOCK_SIZE).for_layers(attention_kinds(paged), _BLOCK_SIZE).backend
     block_table = np.arange(-(-num_tokens // _BLOCK_SIZE), dtype=np.int32)[None]
@@ -223,7 +223,7 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def compare_company(tokens: list[int], num_answers: int, answer_len: int, num_tokens: int, window: int) -> None:
-    """Print the effects of other rows in the batch."""
+    """Print how products, outputs and log probabilities change with other rows in the batch."""
     _compare_products(_BATCH)
     _compare_alone(tokens, num_answers, answer_len)
     _compare_chunks(tokens, num_tokens, window)

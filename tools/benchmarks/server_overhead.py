@@ -62,7 +62,7 @@ class FreeRunner:
 
     @property
     def replay_refusal(self) -> None:
-        """None: replay is not refused."""
+        """Reason why decode steps cannot be replayed: always None."""
 
     def dispatch_second_part(self) -> None:
         """Do nothing: a step is dispatched whole."""
@@ -104,7 +104,7 @@ def _tell_cpu_seconds() -> None:
 
 
 async def stream(host: str, port: int, path: str, body: bytes, mark: bytes) -> tuple[int, int]:
-    """Return the number of tokens and bytes of one stream."""
+    """Send a request. Return the number of occurrences of ``mark`` in the response (tokens), and its size in bytes."""
     reader, writer = await asyncio.open_connection(host, port)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)

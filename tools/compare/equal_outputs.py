@@ -21,7 +21,8 @@ class Comparison:
 
     Attributes:
         first_difference: index of the first differing token; None if all tokens are equal.
-        gap: distance of the two tokens' logits there; infinite if one output merely ends earlier.
+        gap: absolute difference of the logits of the two first differing tokens; 0.0 if all tokens are equal; infinite
+            if one output is a prefix of the other.
     """
 
     first_difference: int | None = None

@@ -20,7 +20,7 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 class FakeGpuError(RuntimeError):
-    """The fake GPU does not work here: unsupported MLX or machine, or no compiler."""
+    """Raised if the fake GPU cannot run on this machine: unsupported MLX or machine, or no compiler."""
 
 
 def compiler() -> str:

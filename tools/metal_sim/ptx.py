@@ -114,7 +114,7 @@ def ptxas() -> str | None:
 
 
 def assemble(ptx: str, name: str) -> Assembled:
-    """Assemble with ptxas.
+    """Assemble PTX with ptxas. Return the figures that ptxas prints.
 
     Raises:
         CheckError: ptxas rejects the PTX.

@@ -25,7 +25,7 @@ from metal_engine.attention.indexed import SelectionSize
 class Attention:
     """Attention layer.
 
-    ``latent``: all heads read one latent of ``head_dim`` numbers and ``rope_dim`` position numbers.
+    If ``rope_dim`` is above 0, all heads read one latent of ``head_dim`` numbers and ``rope_dim`` position numbers.
     """
 
     num_heads: int

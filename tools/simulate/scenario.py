@@ -38,7 +38,7 @@ class Loss:
 
     Attributes:
         at: time of the loss in seconds.
-        noticed_after: seconds in which the router still sends requests there. Afterwards, requests without a
+        noticed_after: seconds in which the router still sends requests to lost replicas. Afterwards, requests without a
             token move to other replicas, and running streams break.
         seconds: duration of the outage.
     """
@@ -116,7 +116,7 @@ def _params(max_tokens: int) -> SamplingParams:
 
 
 class SimulatedFleet:
-    """Runs a scenario once.
+    """Simulation of one run of a scenario.
 
     Attributes:
         served: every request, in order of arrival.

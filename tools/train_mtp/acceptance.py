@@ -60,7 +60,7 @@ class HeldOut:
         ]
 
     def right_drafts(self, head: MTPHead, num_drafts: int = NUM_DRAFTS) -> np.ndarray:
-        """Return [K, R, L] bool. True for pass k in slot q if the draft there equals the token of slot q + 2.
+        """Return [K, R, L] bool. True for pass k in slot q if the draft in this slot equals token q + 2.
 
         The head follows the target: its keys come from the true tokens. The chain's own keys come from its earlier
         drafts, which are assumed right.

@@ -155,7 +155,7 @@ def _surrogate(
 
 
 def _next_slots(array: mx.array) -> mx.array:
-    """Return [B, L, ...] shifted so that each slot has the values of the next slot. The last slot's are arbitrary."""
+    """Return [B, L, ...] shifted so that each slot has the values of the next slot. The last slot is arbitrary."""
     return mx.roll(array, -1, axis=1)
 
 
