@@ -87,7 +87,7 @@ class Vocabulary:
 
 @cache
 def vocabulary(kind: str) -> Vocabulary:
-    """Return a vocabulary. ``kind`` is ``special`` if the marks of the formats are special tokens, else ``plain``."""
+    """Return a vocabulary. ``kind`` is "special" if marks of the formats are special tokens, or "plain" for bytes."""
     return Vocabulary(SPECIAL if kind == "special" else SPECIAL[:1])
 
 
@@ -133,7 +133,7 @@ def walk(
 def walk_tokens(
     rng: random.Random, vocab: Vocabulary, trigger: CallTrigger, closers: Sequence[str], num_free: int
 ) -> list[int] | None:
-    """Return random tokens that the trigger's grammar allows; None if they have no end within some thousand tokens.
+    """Return random tokens that the trigger's grammar allows; None if the call does not end within 4,000 steps.
 
     Args:
         closers: texts that end values and calls in the format. They are preferred after ``num_free`` tokens.

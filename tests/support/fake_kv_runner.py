@@ -170,13 +170,13 @@ class FakeKVRunner:
 
     @property
     def replay_refusal(self) -> None:
-        """None: replay is not refused."""
+        """Reason why decode steps cannot be replayed: always None."""
 
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
         """Ignore the callback, because the engine has one rank."""
 
     def close(self) -> None:
-        """Do nothing: no resource here belongs to a thread."""
+        """Do nothing: this runner holds no resources."""
 
     def dispatch_second_part(self) -> None:
         """Do nothing: a step is dispatched whole."""
@@ -457,7 +457,7 @@ class SomeRightDraftModel:
 
 
 class SchedulerHarness:
-    """Runs a real scheduler on the fake runner, and checks every invariant at every step and every token.
+    """Real scheduler on the fake runner, with checks of every invariant at every step and of every token.
 
     Args:
         depth: maximum number of steps in flight. 1 is the plain loop, 2 schedules step k+1 before the update for step

@@ -242,7 +242,8 @@ def golden(tiny: TinyVision, prompt: VisionPrompt, num_tokens: int, *, is_publis
     """Return the greedy output of mlx-vlm's own generation.
 
     Args:
-        is_published: True for the published masks if the tokens of images attend to each other; False for mlx-vlm's.
+        is_published: True for the published attention masks, False for mlx-vlm's masks. Used only if the tokens of
+            images attend to each other.
     """
     from mlx_vlm.generate import generate_step
 
