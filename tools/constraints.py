@@ -47,7 +47,10 @@ def project_requirements(extras: tuple[str, ...] = EXTRAS) -> list[Requirement]:
 
 
 def needed_here(extras: tuple[str, ...] = EXTRAS) -> tuple[dict[str, str], list[str]]:
-    """Resolve the project's requirements, as :func:`needed` does, and the extra that has no dependencies here."""
+    """Resolve the project's requirements. Return versions and missing names, as :func:`needed` does.
+
+    The packages of the extra WITHOUT_DEPENDENCIES are included without their dependencies.
+    """
     versions, missing = needed(project_requirements(extras))
     for requirement in project_requirements((WITHOUT_DEPENDENCIES,)):
         name = canonicalize_name(requirement.name)

@@ -69,8 +69,7 @@ def _normalized(name: str) -> str:
 
 
 def formula(own: Wheel, version: str, homepage: str, others: Iterable[Wheel]) -> str:
-    """Return the formula.
-
+    """Return the text of the Homebrew formula.
     Args:
         own: metal-engine's wheel.
         others: wheels of its dependencies.
@@ -119,7 +118,11 @@ end
 
 
 def resolve(wheel: Path) -> dict[str, Any]:
-    """Resolve a wheel's dependencies for this machine with pip. Return pip's report. Installs nothing."""
+    """Resolve a wheel's dependencies for this machine with pip. Return pip's report. Installs nothing.
+
+    Raises:
+        SystemExit: pip failed. The message is its error output.
+    """
     options = ["--dry-run", "--ignore-installed", "--quiet", "--only-binary", ":all:", "--report", "-"]
     command = [sys.executable, "-m", "pip", "install", *options, "-c", str(CONSTRAINTS), str(wheel)]
     # Settings of this machine could name other indexes.

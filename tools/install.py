@@ -2,8 +2,8 @@
 
 python tools/install.py -c constraints.txt -e .
 
-Takes pip's arguments. On a terminal, the line is overwritten. Elsewhere, as in CI, nothing is printed. If pip fails,
-its output is printed. The exit status is pip's.
+Takes pip's arguments. On a terminal, the line is overwritten, and the last 40 lines of pip's output are printed if pip
+fails. Elsewhere, as in CI, pip runs with ``--quiet``. The exit status is pip's, or 130 after Ctrl-C on a terminal.
 """
 
 from __future__ import annotations

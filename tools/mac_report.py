@@ -1,4 +1,4 @@
-"""Measures this machine and writes ``mac-report.md`` and ``mac-report.json``: what ``make mac`` runs.
+"""Measures this machine and writes ``mac-report.md`` and ``mac-report.json``. ``make mac`` runs this module.
 
     python -m tools.mac_report demo Qwen/Qwen3-0.6B
 

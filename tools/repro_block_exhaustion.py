@@ -99,7 +99,9 @@ def pool_size(prompts: Sequence[list[int]], max_tokens: int, max_num_seqs: int, 
 
 @contextmanager
 def live_view(llm: LLM, title: str, console: Console, guess: float = 0.0) -> Iterator[None]:
-    """Show block usage, request counts and the time left while the body runs. Prints only one line without a terminal.
+    """Show block usage, request counts and the time left while the body runs.
+
+    If the console is not a terminal, prints only one line at the start and one at the end.
 
     Args:
         guess: expected seconds, used until enough requests have ended for an estimate.

@@ -26,7 +26,7 @@ ALL = (*ATTENTION, "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp
 
 
 def products(model: nn.Module, keys: Sequence[str], rank: int, seed: int, layers: Sequence[int] = (0, 1)) -> Products:
-    """Return random LoRA factors for some modules of some layers."""
+    """Return random LoRA factors for the modules ``keys`` of the layers ``layers``, by the names of the modules."""
     modules = dict(model.named_modules())
     names = [f"model.layers.{layer}.{key}" for layer in layers for key in keys]
     return products_for({name: shape_of(modules[name]) for name in names}, rank, seed)
@@ -68,7 +68,7 @@ def load(engine: SteppedEngine, name: str, folder: Path, **options: Any) -> None
 
 
 def mlx_lms(model: nn.Module, folder: Path | None) -> nn.Module:
-    """Load an adapter into a model with mlx-lm's own loader. Changes the model."""
+    """Load an adapter into ``model`` with mlx-lm's own loader. Return the model, unchanged if ``folder`` is None."""
     if folder is not None:
         load_adapters(model, str(folder))
         model.eval()

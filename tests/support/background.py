@@ -1,4 +1,4 @@
-"""Long responses in the background: a request, its end, and the end of its memory."""
+"""Long responses in the background: a request, and waiting for its end and for the release of its memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def wait_for_status(client: openai.OpenAI, response_id: str, status: str) -> Non
 
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch) -> Iterator[WeakSet[ResponseState]]:
-    """Yield the responses that were created since, and are still in memory."""
+    """Yield the set of response states that were created during the test and are still in memory."""
     alive: WeakSet[ResponseState] = WeakSet()
     create = ResponseState.__init__
 

@@ -23,9 +23,9 @@ PATIENCE = 30_000
 
 
 def browser_or_skip() -> Iterator[Browser]:
-    """Yield a browser, for a fixture of a module.
+    """Yield a browser, for a fixture of a module. Skips the test if playwright or Chromium is not installed.
 
-    Playwright's event loop is running, so no other test there may run one.
+    Playwright's event loop runs until the browser is closed, so tests of the module cannot run another event loop.
     """
     pytest.importorskip("playwright", reason="playwright is not installed: pip install -e '.[dev]'")
     executable = find_chromium()

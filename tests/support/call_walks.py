@@ -87,7 +87,7 @@ class Vocabulary:
 
 @cache
 def vocabulary(kind: str) -> Vocabulary:
-    """Return a vocabulary. ``kind`` is ``special`` if the marks of the formats are special tokens, else ``plain``."""
+    """Return a vocabulary. ``kind`` is "special" if marks of the formats are special tokens, or "plain" for bytes."""
     return Vocabulary(SPECIAL if kind == "special" else SPECIAL[:1])
 
 
@@ -99,9 +99,10 @@ def accepts(vocab: Vocabulary, trigger: CallTrigger, text: str) -> bool:
 
 
 def called(vocab: Vocabulary, triggers: Sequence[CallTrigger], text: str) -> int:
-    """Return the number of marks in a text that begin calls. The grammars of all of them must allow the text there.
+    """Return the number of calls in a text, each of which begins with the mark of a trigger.
 
-    If a grammar refuses a special token, the text is written out.
+    Asserts that the trigger's grammar allows each call. If a grammar refuses a special token, the bytes of the token's
+    text take its place.
     """
     num_marks = 0
     while found := [(text.index(one.mark), -len(one.mark), i) for i, one in enumerate(triggers) if one.mark in text]:
@@ -124,7 +125,7 @@ def called(vocab: Vocabulary, triggers: Sequence[CallTrigger], text: str) -> int
 def walk(
     rng: random.Random, vocab: Vocabulary, trigger: CallTrigger, closers: Sequence[str], num_free: int
 ) -> str | None:
-    """Return a random text that the trigger's grammar allows. The arguments are those of :func:`walk_tokens`."""
+    """Return the result of :func:`walk_tokens` as text: a random text that the grammar allows, or None."""
     tokens = walk_tokens(rng, vocab, trigger, closers, num_free)
     return None if tokens is None else b"".join(map(vocab.text, tokens)).decode()
 
@@ -132,7 +133,7 @@ def walk(
 def walk_tokens(
     rng: random.Random, vocab: Vocabulary, trigger: CallTrigger, closers: Sequence[str], num_free: int
 ) -> list[int] | None:
-    """Return random tokens that the trigger's grammar allows; None if they have no end within some thousand tokens.
+    """Return random tokens that the trigger's grammar allows; None if the call does not end within 4,000 steps.
 
     Args:
         closers: texts that end values and calls in the format. They are preferred after ``num_free`` tokens.

@@ -57,7 +57,7 @@ def write_checkpoint(
     Args:
         config: entries that differ from ``CONFIG``.
         num_shards: number of weight files.
-        bits: quantize the weights as mlx-lm does.
+        bits: bits per weight of mlx-lm's quantization; None for weights in ``dtype``.
         mode: MLX's quantization mode. The modes mxfp4, mxfp8 and nvfp4 have a fixed group size.
         global_scale: store one more scale for each expert (nvfp4).
         mixed_bits: quantize every other layer with 8 bits and keep the embedding unquantized.
@@ -129,8 +129,11 @@ def write_tokenizer(folder: Path, **config: Any) -> None:
 
 
 def write_modules(folder: Path, pooling: dict[str, Any] | None, *others: dict[str, Any]) -> Path:
-    """Write the module files of sentence-transformers: modules after the model, among them the pooling and its
-    settings.
+    """Write sentence-transformers' list of modules to ``folder``, and return the folder.
+
+    Args:
+        pooling: settings of the pooling module, written to a folder of their own; None to omit the module.
+        others: entries of further modules.
     """
     folder.mkdir(parents=True, exist_ok=True)
     transformer = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}

@@ -120,6 +120,7 @@ def engine_for(
     """Return an engine on a model.
 
     Args:
+        budget: maximum number of tokens in a step.
         ahead: plan and build each step while the previous step runs.
         behind: dispatch each step in two parts while the previous step runs, as on a GPU.
         replay: replay decode steps whose sizes have occurred ``trace_at`` times.

@@ -54,7 +54,7 @@ def head_outputs(
         args: arguments of the text model.
         embeddings: embeddings of the tokens after each position, [T, H].
         hidden: hidden states, [T, H].
-        positions: rotary position of each pair of elements, [T, pairs]; None if all pairs have the position's index.
+        positions: rotary position of each pair of elements, [T, pairs]; None for the index of the position.
     """
     weights = {name: np.array(array).astype(np.float64) for name, array in _flat(head)}
     eps, length = args.rms_norm_eps, len(hidden)

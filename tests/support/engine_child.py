@@ -1,7 +1,7 @@
 """Engines of tests in processes of their own, and processes that only pretend to be engines.
 
-``python -m tests.support.engine_child DESCRIPTOR`` is the process. The arguments in its first message select a function
-of this module, which builds the engine.
+``python -m tests.support.engine_child DESCRIPTOR`` is the process. The arguments of the message
+:class:`metal_engine.engine.process.wire.Build` select a function of this module, which builds the engine.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def adapted(folder: str, max_loras: int) -> Any:
 
 
 def deadly(token: int, num_tokens: int) -> BuiltEngine:
-    """Return a fake engine whose process is killed by a step of a request that begins with a token.
+    """Return a fake engine whose process is killed by a step of a request whose first token is ``token``.
 
     Args:
         num_tokens: number of output tokens of the request before the step.
@@ -145,7 +145,10 @@ def deadly(token: int, num_tokens: int) -> BuiltEngine:
 
 
 def mortal(marker: str) -> BuiltEngine:
-    """Return a fake engine whose thread ends in a step with several requests, unless the file ``marker`` exists."""
+    """Return a fake engine whose thread ends in a step with more than four running requests.
+
+    Only one thread ends: it creates the file ``marker``, and engines run normally once the file exists.
+    """
     engine = fake()
     step = engine.core.step
 
@@ -163,8 +166,9 @@ def faulty(folder: str, faults: list[str]) -> BuiltEngine:
     """Return a fake engine whose process has the next fault of a list. Later processes have no fault.
 
     Args:
-        folder: folder that counts the processes.
-        faults: a fault while the engine is built (``load``, ``loading``, ``refused``), or in a step.
+        folder: folder for counting processes: each process creates a file in it.
+        faults: faults while the engine is built (``load``, ``loading``, ``refused``), or in its ninth step (``hang``,
+            ``stop``, ``nonsense``, ``device``, ``abort``).
     """
     number = len(list(Path(folder).iterdir()))
     (Path(folder) / str(number)).touch()
@@ -221,7 +225,7 @@ def refused() -> BuiltEngine:
 
 
 def broken() -> BuiltEngine:
-    """Raise an error that nobody expects."""
+    """Raise an error of an unexpected type, like a bug."""
     raise ZeroDivisionError("a bug")
 
 
@@ -232,14 +236,14 @@ def killed() -> BuiltEngine:
 
 
 def talking(first: str) -> BuiltEngine:
-    """Write the bytes of a text to the server instead of messages."""
+    """Write the bytes of a text to the server instead of messages. Builds no engine."""
     _socket().sendall(first.encode("latin-1"))
     time.sleep(60)
     raise AssertionError
 
 
 def closing() -> BuiltEngine:
-    """Close the socket, and go on."""
+    """Close the connection to the server, and keep the process running. Builds no engine."""
     _socket().shutdown(socket.SHUT_RDWR)
     time.sleep(60)
     raise AssertionError

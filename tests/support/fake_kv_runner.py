@@ -146,7 +146,7 @@ class FakeKVRunner:
 
     Attributes:
         draft_model: produces the drafts that plans leave to a draft model.
-        num_late: number of coming samples of requests with grammars to skip, because their masks are late.
+        num_late: number of samples of requests with grammars that the next steps skip, because their masks are late.
     """
 
     def __init__(
@@ -170,13 +170,13 @@ class FakeKVRunner:
 
     @property
     def replay_refusal(self) -> None:
-        """None: replay is not refused."""
+        """Reason why decode steps cannot be replayed: always None."""
 
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
         """Ignore the callback, because the engine has one rank."""
 
     def close(self) -> None:
-        """Do nothing: no resource here belongs to a thread."""
+        """Do nothing: this runner holds no resources."""
 
     def dispatch_second_part(self) -> None:
         """Do nothing: a step is dispatched whole."""
@@ -457,7 +457,7 @@ class SomeRightDraftModel:
 
 
 class SchedulerHarness:
-    """Runs a real scheduler on the fake runner, and checks every invariant at every step and every token.
+    """Real scheduler on the fake runner, with checks of every invariant at every step and of every token.
 
     Args:
         depth: maximum number of steps in flight. 1 is the plain loop, 2 schedules step k+1 before the update for step
@@ -694,8 +694,9 @@ class SchedulerHarness:
         bound = (alone + num_again) * self.depth + self.depth + 4
         if any(t.request.images is not None for t in self.live):
             bound *= 2  # the first request may wait for the features of a request that is then preempted
-        # Decodes go before prompts: before one that waits for features, and before all in a small budget. If blocks run
-        # out, they are preempted after that, and compute their tokens again. The bound then only finds endless runs.
+        # Decodes are planned before a prompt that waits for features, and before all prompts if the budget is small. If
+        # blocks run out later, these decodes are preempted and compute their tokens again. A tenfold bound then only
+        # detects endless runs.
         is_small = (
             self.config.max_num_partial_prefills > 1 and self.config.max_num_batched_tokens < self.config.max_num_seqs
         )

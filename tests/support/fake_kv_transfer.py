@@ -20,7 +20,7 @@ class FakeTransfer:
         store: hash -> block. The fake runner saves blocks into it.
         tickets: loads that have not ended.
         held: ended loads whose blocks still take host memory.
-        room: number of blocks that one step may save.
+        capacity: maximum number of blocks, and of states, that one request to save is granted.
         now: current time of the fake clock.
     """
 
@@ -90,7 +90,7 @@ class FakeTransfer:
         return [ticket for ticket in self.tickets if not ticket.is_done]
 
     def deliver(self, ticket: LoadTicket, most: int = 1 << 30) -> None:
-        """Deliver the next blocks of a load that the store contains."""
+        """Deliver the next blocks of a load, at most ``most``, up to the first block that the store lacks."""
         for block_hash in ticket.hashes[len(ticket.blocks) :][:most]:
             if block_hash not in self.store:
                 ticket.is_done = not ticket.follow

@@ -21,7 +21,7 @@ DEADLY, ENDLESS = 1, 2
 
 
 class Death(BaseException):
-    """Ends the engine's thread, because a step handles only `Exception`."""
+    """Exception that ends the engine's thread, because a step handles only `Exception`."""
 
 
 def _next_token(tokens: list[int], num_prompt_tokens: int) -> int:

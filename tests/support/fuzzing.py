@@ -89,7 +89,7 @@ class _Raw:
 
 
 def bodies(seed: int, number: int) -> list[tuple[str, bytes]]:
-    """Return paths and bodies, the same for the same seed."""
+    """Return ``number`` pairs of a path and a body. Equal seeds give equal bodies."""
     rng = random.Random(seed)
     return [_body(rng) for _ in range(number)]
 
@@ -100,7 +100,7 @@ class Growing:
 
     Attributes:
         place: keys and indices that lead to the growing place.
-        filler: kind of value there, one of :data:`tests.support.fillers.FILLERS`.
+        filler: kind of value at this place, one of :data:`tests.support.fillers.FILLERS`.
     """
 
     path: str

@@ -58,13 +58,13 @@ class FakeServer:
 
     @property
     def num_open(self) -> int:
-        """Number of requests without a response so far."""
+        """Number of running and waiting requests."""
         health = HTTP.get(f"{self.url}/health").json()
         return int(health["running"]) + int(health["waiting"])
 
     @property
     def num_finished(self) -> int:
-        """Number of requests with a complete response."""
+        """Number of requests that ended because of their token limit."""
         lines = HTTP.get(f"{self.url}/metrics").text.splitlines()
         prefix = "metal_engine:request_success_total{"
         counts = [line for line in lines if line.startswith(prefix) and '"length"' in line]
@@ -122,8 +122,8 @@ def ask_while(
 ) -> list[tuple[str, httpx.Response]]:
     """Send completion requests, ``at_once`` at a time, and call ``do`` in between. Return prompts and responses.
 
-    A quarter of the requests end before ``do`` is called. Others run during the call, and at least half of them after
-    it.
+    A quarter of ``num_requests`` are sent before ``do`` is called. Further requests are sent during the call, and at
+    least half of ``num_requests`` after it.
     """
     free = threading.Semaphore(at_once)
     sent: list[tuple[str, Future[httpx.Response]]] = []

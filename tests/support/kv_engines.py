@@ -100,7 +100,8 @@ def kv_engine(
 
     Args:
         store: directory or store of the KV; None for an engine without a KV store.
-        behind: dispatch steps while others run, as on a GPU.
+        max_size: capacity of a disk store in bytes.
+        behind: dispatch a step while earlier steps run, as on a GPU.
         replay: replay decode steps as soon as their sizes are known.
         draft: draft model. Its drafts are treated as free.
         make_head: makes a draft head for the model. Its drafts are treated as free.

@@ -33,7 +33,7 @@ def params(**fields: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 12, "temperature": 0.8, "ignore_eos": True, "seed": 7, **fields})
 
 
-# Prompts with their parameters. Outputs of one request follow each other.
+# Prompts with their parameters. The outputs of a request with n > 1 are added consecutively.
 MIXED: list[tuple[list[int], SamplingParams]] = [
     (LONG, params(n=2, logprobs=1)),
     (LONG[:50] + byte_ids("another end"), params(temperature=0.0, logprobs=2, logit_bias={70: 2.0})),
@@ -57,7 +57,12 @@ def add_mixed(engine: SteppedEngine) -> None:
 
 
 def check_equal(found: dict[str, list[RequestOutput]], model: str) -> None:
-    """Check that the merged outputs equal the outputs of requests alone, without repetition."""
+    """Assert that the merged outputs of each request equal its output alone, and that no output repeats earlier parts.
+
+    Args:
+        found: outputs by request id, in order.
+        model: name of the model in ``ALL_MODELS`` or ``WINDOWS``.
+    """
     # The order of a sum can change the rounding of a quantized K or V.
     tolerance = 1e-2 if model == "quantized" else 1e-4
     expected = undisturbed(model)

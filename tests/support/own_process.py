@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from _pytest.runner import runtestprotocol
 
-# Environment variable of processes that run such tests: path of a file with a line of JSON, [id, failure], per test.
+# Environment variable of processes that run marked tests: path of a file with a line of JSON, [id, failure], per test.
 RESULTS = "METAL_ENGINE_OWN_PROCESS_RESULTS"
 FORKS = sys.platform == "linux"
 SECONDS = 600  # for one test
@@ -27,7 +27,10 @@ _results = pytest.StashKey[dict[str, str]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Report the result of a marked test that another process has run."""
+    """Report the result of a marked test, which another process runs.
+
+    On Linux, the first marked test of a file starts a process that runs all marked tests of the file.
+    """
     if RESULTS in os.environ or not _is_marked(pyfuncitem):
         return None
     results = pyfuncitem.session.stash.setdefault(_results, {})
@@ -46,7 +49,7 @@ def _is_marked(item: pytest.Item) -> bool:
 
 
 def _run(ids: list[str], root: Path) -> dict[str, str]:
-    """Run tests of a file. Return the text of each one's failure, by id. It is empty for a test that passed."""
+    """Run tests of a file in a new process. Return each test's failure as text by test id; empty for a passed test."""
     with tempfile.NamedTemporaryFile("r") as results:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", *ids],
@@ -62,7 +65,7 @@ def _run(ids: list[str], root: Path) -> dict[str, str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Run a marked test in this process or in a fork."""
+    """Run a marked test in this process or in a fork, if this process was started for marked tests."""
     if RESULTS not in os.environ:
         return None
     pid = os.fork() if FORKS else 0

@@ -22,7 +22,17 @@ def events_of(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @dataclass
 class PoolPicture:
-    """Applies events by the rules of docs/api.md, without other information."""
+    """Block pool as derived from events by the rules of docs/api.md, without other information.
+
+    Attributes:
+        tables: block ids of each running request, by the request's key.
+        cached: ids of blocks with a cached prefix.
+        requests: last description of each unfinished request, by key.
+        rows: rows of all events.
+        preempted: keys of requests in order of their preemptions.
+        is_whole: True if the events describe the whole pool, as the last event says.
+        num_snapshots: number of ``snapshot`` events.
+    """
 
     tables: dict[int, list[int]] = field(default_factory=dict)
     cached: set[int] = field(default_factory=set)

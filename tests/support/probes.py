@@ -8,9 +8,8 @@ Times are CPU times: other processes on the machine add nothing to them.
   in its own threads, so this is the host's work.
 - ``lock``: longest time that one thread works between two moments at which a sleeping thread gets Python's lock. It
   includes a call into C that keeps the lock. Python code releases the lock after 5 ms. If the machine wakes the
-  sleeping
-  thread late, the interval is too long, so measurements are repeated and the smallest counts. 0 on other systems than
-  Linux.
+  sleeping thread late, the interval is too long, so measurements are repeated and the smallest counts. 0 on systems
+  other than Linux.
 - ``memory``: increase of the peak of resident memory, in bytes.
 """
 
@@ -70,7 +69,7 @@ class Probes:
             self._values[name] = value
 
     async def watch_loop(self) -> None:
-        """Tick in the event loop forever."""
+        """Measure ``loop`` in the running event loop, forever."""
         last = time.thread_time()
         while True:
             await asyncio.sleep(_TICK_SECONDS)
@@ -92,7 +91,11 @@ class Probes:
             self._clocks = clocks
 
     def reset(self, *, trim: bool = True) -> None:
-        """Clear the measurements and return free memory to the system, which makes the next allocations slow."""
+        """Clear the measurements.
+
+        Args:
+            trim: True to also return free memory to the system, which makes the next allocations slow (Linux).
+        """
         gc.collect()
         if _IS_LINUX:
             if trim:

@@ -41,7 +41,9 @@ class RankCase:
 
     Attributes:
         parallel: ``tensor`` or ``pipeline``.
+        ahead: True for asynchronous scheduling.
         num_blocks: number of blocks of the KV cache. A small number causes preemptions.
+        requests: kind of requests: ``mixed``, ``short``, ``long``, ``scored`` or ``pooled``.
         refused: index of the plan that fails while rank 0 builds it.
         aborted: request that is aborted after some steps.
         intermediate: intermediate size of an MLP. Default: from the architecture's configuration.
@@ -137,7 +139,7 @@ def make_runner(
 
 
 def run_case(case: RankCase, runner: Runner) -> dict[str, Any]:
-    """Run a case's requests, adding one request per step. Return the outputs in JSON's types."""
+    """Run a case's requests, adding one request per step. Return outputs and counts, in types of JSON, by name."""
     engine = SteppedEngine(config_of(case), runner, tiny_tokenizer())
     asked = requests_of(case)
     outputs: list[list[RequestOutput]] = [[] for _ in asked]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the child processes of a process."""
+    """Return the ids of the child processes of a process (Linux)."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -126,7 +126,7 @@ class RankedServer:
         self.kill()
 
     def kill(self) -> None:
-        """Kill all running ranks and read the rest of their output."""
+        """Kill the server and all running ranks, and read the rest of their output."""
         for pid in {self.process.pid, *self.ranks}:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)

@@ -26,7 +26,7 @@ async def until(condition: Callable[[], Any], what: str) -> None:
 
 
 class RegistryOfFakes:
-    """Registry of fake models of 100 bytes each, by name."""
+    """Registry of fake models of 100 bytes each, by name. Each character of ``names`` is the name of a model."""
 
     def __init__(self, names: str, memory_bytes: int, keep_alive: float = 0.0) -> None:
         self.registry = ModelRegistry(memory_bytes, keep_alive)
@@ -83,7 +83,10 @@ def run_with_fakes(
 
 
 def with_fakes(*args: Any, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Decorate an async test. Its first argument becomes a registry as of :func:`run_with_fakes`; fixtures follow."""
+    """Return a decorator for an async test whose first parameter is a :class:`RegistryOfFakes`.
+
+    The arguments are those of :func:`run_with_fakes` after the test. All other parameters of the test are fixtures.
+    """
 
     def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(test)

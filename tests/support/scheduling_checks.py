@@ -215,7 +215,7 @@ def check_fcfs(
 
 
 def demand_of(request: Request) -> int:
-    """Return the tokens that a request could compute now: known tokens and placeholders, minus computed tokens."""
+    """Return the number of tokens that a request could compute now: known tokens and placeholders, minus computed."""
     if request.num_output_tokens + request.num_output_placeholders >= request.max_tokens:
         return 0
     if request.num_output_placeholders and request.sampling_params.needs_token_on_host:

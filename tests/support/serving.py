@@ -34,7 +34,10 @@ DEADLINE = 60.0
 
 
 class _HastyAsyncio:
-    """Module asyncio as seen by uvicorn's server, which sleeps 0.1 s in each step of its end."""
+    """Replacement of the module asyncio in uvicorn's server, with sleeps that are ten times shorter.
+
+    The server sleeps 0.1 s in each step of its shutdown.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -54,7 +57,11 @@ def forget_endpoints() -> None:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Poll until the condition holds. The deadline is generous because speed is not under test."""
+    """Poll until the condition holds. Raises AssertionError after ``DEADLINE``, which is long: speed is not under test.
+
+    Args:
+        what: text for the error message.
+    """
     deadline = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < deadline, f"still waiting: {what}"
@@ -123,7 +130,7 @@ def serve(
     engine: AsyncEngine | None = None,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Iterator[Served]:
-    """Yield a server on a fake runner, or on a running ``engine``. Shuts the server down at the end."""
+    """Yield a server on a fake runner, or on a running ``engine``. Shuts the server and the engine down at the end."""
     config = config or fake_config()
     runner = FakeRunner(config.cache.block_size, next_token, step_time)
     engine = engine or fake_engine(runner, config, tokenizer)

@@ -38,7 +38,7 @@ CLIENT = httpx.Client(timeout=DEADLINE, limits=httpx.Limits(max_keepalive_connec
 
 
 def salted(salt: int) -> NextToken:
-    """Return a model whose output depends on ``salt``."""
+    """Return a function that generates tokens, which depend on ``salt`` and on all earlier tokens."""
     return lambda tokens, num_prompt_tokens: hash_chain([salt, *tokens], num_prompt_tokens)
 
 
@@ -47,8 +47,11 @@ class FakeModel:
     """Model of ``num_bytes`` bytes on a fake runner.
 
     Attributes:
-        gate: event that loading waits for.
-        problem: reason why the model cannot be loaded.
+        salt: number on which the output depends.
+        step_time: seconds per step.
+        runners: runners of all loads so far.
+        gate: event that loading waits for; set at first.
+        problem: reason why the model cannot be loaded; None if it can be loaded.
         began: event that is set when loading begins.
     """
 

@@ -43,7 +43,12 @@ def tiny_reference(
     dtype: mx.Dtype = mx.float32,
     **config: Any,
 ) -> nn.Module:
-    """Return a copy of the model for reference outputs from outside the engine."""
+    """Return a model with the weights of :func:`tiny_engine`'s model, for reference outputs.
+
+    Args:
+        architecture: see :func:`tiny_engine`.
+        config: changes to the configuration of the tiny Llama.
+    """
     if architecture is None:
         return tiny_model(seed, dtype, vocab_size=vocab_size, **config)
     own = configuration(architecture) if isinstance(architecture, str) else architecture
@@ -143,7 +148,7 @@ def run_all(engine: SteppedEngine, requests: list[tuple[list[int], SamplingParam
 def run_pooling(
     engine: BuiltEngine | SteppedEngine, requests: list[tuple[list[int], PoolingParams | SamplingParams]]
 ) -> list[Any]:
-    """Return the vector or the tokens of each request. All requests run together."""
+    """Return the pooling result or the token ids of each request. All requests run together."""
     core, preparer = engine.core, engine.preparer
     found: list[Any] = []
     for i, (prompt, params) in enumerate(requests):

@@ -242,7 +242,8 @@ def golden(tiny: TinyVision, prompt: VisionPrompt, num_tokens: int, *, is_publis
     """Return the greedy output of mlx-vlm's own generation.
 
     Args:
-        is_published: True for the published masks if the tokens of images attend to each other; False for mlx-vlm's.
+        is_published: True for the published attention masks, False for mlx-vlm's masks. Used only if the tokens of
+            images attend to each other.
     """
     from mlx_vlm.generate import generate_step
 
@@ -312,9 +313,9 @@ def merged(parts: list[RequestOutput]) -> RequestOutput:
 
 
 def gap(output: RequestOutput, expected: Golden) -> float:
-    """Return the largest difference of a log probability, of sampled and alternative tokens.
+    """Return the largest absolute difference between log probabilities of ``output`` and of ``expected``.
 
-    Infinite if the outputs have different tokens.
+    Sampled and alternative tokens are compared. The result is infinite if the outputs have different tokens.
     """
     assert output.logprobs is not None and len(output.token_ids) == len(output.logprobs)
     if output.token_ids != expected.token_ids:

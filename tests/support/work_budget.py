@@ -1,10 +1,10 @@
 """Measures a request's work against its size: with any value in any field, work must grow only linearly with the body.
 
 The whole application serves the request in this process on a fake engine, without sockets. Its work is the CPU time of
-all threads of the process. C code therefore counts like Python code, and a list scan or an error per element like a
-loop. The unit is a *round*: the CPU time of one iteration of an empty Python loop, measured directly before. This makes
-slow machines comparable. On a busy machine, the smallest of several measurements counts, because other load only adds
-time.
+all threads of the process. C code therefore counts like Python code, for example a scan of a list or an error for each
+element. The unit is a *round*: the CPU time of one iteration of an empty Python loop, measured directly before. This
+makes slow machines comparable. On a busy machine, the smallest of several measurements counts, because other load only
+adds time.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Application:
         return status
 
     def rounds(self, path: str, body: bytes, attempts: int) -> tuple[float, int]:
-        """Return the smallest work of ``attempts`` runs of a request, and the response's status."""
+        """Return the smallest work of ``attempts`` runs of a request in rounds, and the response's status."""
         least = float("inf")
         for _ in range(attempts):
             per_round = min(_seconds_per_round() for _ in range(3))
@@ -137,12 +137,13 @@ class Application:
         return least, status
 
     def work(self, path: str, make: Callable[[int], bytes], *, attempts: Sequence[int] = (1, 3, 5)) -> Work:
-        """Return the work for bodies of three sizes, as CPU time in rounds of a fixed calculation.
+        """Return the work for bodies of three sizes.
 
         Measures again with more attempts while the result is over the budget.
 
         Args:
-            attempts: number of attempts in each round of measurements. A round of 0 tries the two smaller bodies once.
+            attempts: number of runs of each request in the first, second, ... measurement. With 0, only the two smaller
+                bodies are sent, once.
         """
         bodies = [make(size) for size in sizes(make)]
         for number in attempts:

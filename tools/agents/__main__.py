@@ -11,7 +11,7 @@ agent's own tools; the agent runs them and returns the results. For each turn, a
 - prompt tokens: tokens of the prompts of all requests, titles and the like excluded
 - known: prompt tokens that an earlier request has as a prefix, with its output
 - cached: prompt tokens found in the prefix cache
-- missed: known tokens that were not cached, apart from the last block
+- missed: known tokens that were not cached; 0 for a request that lacks at most one block
 - changed: tokens of the earlier request that the prompt does not continue, because they were changed
 - calls, lost: calls that the model wrote, and calls that the agent did not receive as written
 - leaks, errors: texts with marks or texts that differ from the script, and responses with errors

@@ -52,7 +52,8 @@ def install(agent: Agent) -> None:
     """Install the newest version into the cache folder, unless the agent is installed.
 
     Raises:
-        RuntimeError: npm is missing or failed. The message is the last line of its output.
+        RuntimeError: npm is missing, failed, or took longer than ``_INSTALL_SECONDS``. If it failed, the message is the
+            last line of its error output.
     """
     if agent.path.exists():
         return
@@ -77,7 +78,10 @@ def version_of(agent: Agent) -> str:
 
 
 def environment(agent: Agent, server: RunningServer, home: Path) -> dict[str, str]:
-    """Return the environment of the agent: an empty home folder, and none of this shell's settings and keys."""
+    """Return the environment variables of the agent. Creates ``home`` and writes the agent's settings into it.
+
+    The agent gets only PATH from this shell's environment, and therefore no settings or keys of the user.
+    """
     home.mkdir(parents=True, exist_ok=True)
     basic = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), "SHELL": "/bin/bash", "NO_COLOR": "1"}
     return basic | agent.settings(server, home)

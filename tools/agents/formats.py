@@ -27,7 +27,7 @@ class Answer:
         content: text for the user.
         calls: names and arguments of the calls.
         reasoning: reasoning before the content.
-        num_earlier_calls: number of calls in the prompt.
+        num_earlier_calls: number of tool results in the prompt.
     """
 
     content: str
@@ -38,7 +38,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Format:
-    """A format.
+    """Format of the scripted model's prompts and outputs.
+
+    Marks are strings of the format that delimit parts of a text, such as ``<tool_call>``.
 
     Attributes:
         name: name for the options of the soak, and of the template's file.
@@ -46,7 +48,7 @@ class Format:
         reasoning_parser: argument of ``--reasoning-parser``.
         heads: pattern for the start of a message. The group that matches is the role: user, assistant, tool or other.
         special: marks that are special tokens.
-        added: marks that are other tokens.
+        added: marks that are added tokens of the vocabulary but not special.
         texts: marks that are not tokens.
         end: mark that ends an answer without calls.
         call_end: mark that ends an answer with calls.

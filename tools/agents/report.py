@@ -25,7 +25,7 @@ class Turn:
     Attributes:
         number: number of the turn, from 1 on.
         start: time before the run, in seconds since the epoch.
-        end: time after it.
+        end: time after the run, in seconds since the epoch.
         printed: output of the agent.
         problem: reason why the run failed; None if it ended with status 0.
     """
@@ -42,7 +42,7 @@ class Turn:
 
 @dataclass
 class TurnReport:
-    """Figures of one turn. Token counts exclude requests outside the turns, for example for titles.
+    """Figures of one turn. Token counts exclude requests without a task, for example for titles.
 
     Attributes:
         number: number of the turn.
@@ -51,13 +51,13 @@ class TurnReport:
         longest_prompt: tokens of the longest prompt.
         num_known_tokens: prompt tokens that an earlier request has as a prefix, with its output.
         num_cached_tokens: prompt tokens found in the prefix cache.
-        num_missed_tokens: known tokens that were not found in the cache, beyond the last block.
-        num_changed_tokens: tokens of earlier requests that the following prompt does not continue.
+        num_missed_tokens: known tokens that were not found in the cache. A request that lacks at most one block adds 0.
+        num_changed_tokens: tokens of earlier requests that the following prompt does not continue; 0 in the first turn.
         num_calls: calls that the model wrote.
         lost_calls: calls that the agent did not receive as written.
         leaks: texts with marks of the format, or texts that differ from the script.
         errors: responses with errors, and problems of the agent.
-        changes: for each changed prefix, the text of the earlier request and of the prompt.
+        changes: for each changed prefix, the texts of the earlier request and of the prompt after their common part.
     """
 
     number: int
@@ -81,7 +81,7 @@ class TurnReport:
 
 
 def read_log(path: Path) -> list[LoggedRequest]:
-    """Read the log of the scripted model. Without a file, it is empty."""
+    """Read the log of the scripted model. Return an empty list if the file is missing."""
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -133,7 +133,10 @@ def _add_tokens(found: TurnReport, one: LoggedRequest) -> None:
 
 
 def _lost_calls(logged: Sequence[LoggedRequest], responses: Sequence[Received]) -> list[str]:
-    """Return the calls that the model wrote and the agent did not receive, and the calls that only the agent has."""
+    """Return the model's calls that the agent did not receive unchanged, and received calls that are not the model's.
+
+    Calls whose arguments are not JSON are included.
+    """
     written = Counter(_as_text(call) for one in logged for call in one.calls)
     parsed: Counter[str] = Counter()
     broken = []

@@ -1,4 +1,4 @@
-"""Reads text, tool calls and errors from streams and whole responses of the three APIs."""
+"""Reads text, tool calls and errors from streams and whole responses of OpenAI's two APIs and of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_generation(exchange: Exchange) -> bool:
 
 
 def received(exchange: Exchange) -> Received:
-    """Parse the response of a request that generates text."""
+    """Parse the response of a request that generates text. A response that cannot be read has an ``error``."""
     if exchange.status != 200:
         return Received(error=f"status {exchange.status}: {exchange.response.strip()[:300]}")
     path = exchange.path.partition("?")[0]

@@ -21,7 +21,7 @@ _TOOLS = "# Tools\n\n<tools>\n"
 _TASK = re.compile(
     r"Turn (\d+): (answer|run|read|both)\. Command: `([^`]*)` File: `([^`]*)` Look for: ([\w-]+) ([\w-]+)"
 )
-# Answer to a request without a task, for example for the title of a session. It follows the schemas of such requests.
+# Answer to a request without a task, for example for the title of a session. It follows the agents' schemas of titles.
 _OTHER = '{"title": "Soak"}'
 
 
@@ -55,7 +55,7 @@ class Output:
         end: mark at its end.
         content: text for the user.
         calls: names and arguments of the tool calls.
-        turn: number of the turn; None for a request outside the turns, for example for a title.
+        turn: number of the turn; None for a request without a task, for example for a title.
         reasoning: reasoning before the content.
     """
 
@@ -92,7 +92,11 @@ def parse_prompt(text: str, answer_format: Format) -> Prompt:
 
 
 def next_output(text: str, answer_format: Format) -> Output:
-    """Return what the model generates after a prompt."""
+    """Return the output that the model generates after a prompt.
+
+    Raises:
+        LookupError: the task needs a tool that runs commands or reads files, and the prompt lists none.
+    """
     prompt = parse_prompt(text, answer_format)
     at, found = _last_task(prompt.messages)
     if found is None or not prompt.tools:
@@ -152,7 +156,11 @@ def run_call(tools: Sequence[Tool], command: str) -> Call:
 
 
 def read_call(tools: Sequence[Tool], file: str) -> Call:
-    """Return a call that reads a file, with a shell command if no tool reads files."""
+    """Return a call that reads a file, with a shell command if no tool reads files.
+
+    Raises:
+        LookupError: no tool reads files or runs commands.
+    """
     for tool in tools:
         if re.fullmatch("read|read_?file", tool["name"], re.IGNORECASE):
             for name in ("file_path", "filePath", "filepath", "path"):

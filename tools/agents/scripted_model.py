@@ -41,7 +41,7 @@ class LoggedRequest:
 
     Attributes:
         time: time of its first step, in seconds since the epoch.
-        turn: number of the turn; None for a request outside the turns, for example for a title.
+        turn: number of the turn; None for a request without a task, for example for a title.
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: prompt tokens found in the prefix cache.
         num_known_tokens: length of the longest prefix that an earlier request has, with its output.
@@ -70,7 +70,7 @@ class LoggedRequest:
 
 @dataclass
 class Script:
-    """Outputs of all requests, by the tokens of their prompts.
+    """Scripted output tokens of all requests, by request id.
 
     Attributes:
         tokenizer: the model's tokenizer.
@@ -129,7 +129,7 @@ class Script:
         return text[:_SHOWN_CHARACTERS]
 
     def token(self, request_id: str, position: int) -> int:
-        """Return the token at a position of a request's output."""
+        """Return the token at a position of a request's output; its last token if the position is beyond the end."""
         tokens = self._outputs[request_id]
         return tokens[min(position, len(tokens) - 1)]
 
@@ -160,7 +160,10 @@ def scripted_sampling(script: Script) -> type[StepSampling]:
 
 
 def write_checkpoint(folder: Path, tokenizer: PreTrainedTokenizerFast, answer_format: Format) -> Path:
-    """Write a tiny model with random weights, the given tokenizer, and the marks and the template of a format."""
+    """Write a tiny model with random weights and ``tokenizer`` to ``folder``. Return the model's path.
+
+    The marks and the template of the format are added to ``tokenizer`` itself.
+    """
     known = tokenizer.get_vocab()
     for marks, special in ((answer_format.special, True), (answer_format.added, False)):
         tokenizer.add_tokens([mark for mark in marks if mark not in known], special_tokens=special)

@@ -36,8 +36,8 @@ class AgentReport:
     Attributes:
         agent: the agent.
         reports: figures of its turns.
-        row: row of the table of all agents; None if the agent did not run.
-        problem: reason why the agent did not run; None if it ran.
+        row: row of the table of all agents; None if there is a ``problem``.
+        problem: error of the installation or of the first turn; None if both succeeded.
     """
 
     agent: Agent

@@ -17,8 +17,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class StepShape:
-    """``requests`` requests with ``query`` new tokens each, at the end of ``context`` keys, which include the new
-    tokens.
+    """Sizes of a step: ``requests`` requests with ``query`` new tokens each.
+
+    ``context`` is the number of keys of each request, the new tokens included.
     """
 
     requests: int
@@ -52,7 +53,7 @@ SMOKE = (StepShape(2, 1, 64, 4, 2, 64), StepShape(1, 32, 48, 4, 2, 64))
 
 
 def make_step(shape: StepShape, block_size: int = 16):  # type: ignore[no-untyped-def]
-    """Return rows, q and layer state of a shape, with blocks in random order."""
+    """Return the rows of a step, random float16 queries and the KV state of one layer. Blocks are in random order."""
     import mlx.core as mx
 
     from metal_engine.kv_cache.rows import step_rows

@@ -1,4 +1,4 @@
-"""Measures what large bodies take from running outputs, with the engine in a thread and in a process of its own.
+"""Measures how much large request bodies slow down running outputs, with the engine in a thread and in a process.
 
     python -m tools.benchmarks.bodies_beside_streams
     python -m tools.benchmarks.bodies_beside_streams --model FOLDER --streams 64 --clients 3 --rounds 4
@@ -36,7 +36,14 @@ def body() -> bytes:
 
 
 class Load:
-    """Streams and large bodies that one server gets until ``end``, in seconds of ``time.monotonic``."""
+    """Load of one server: streams of outputs, and clients that post large bodies.
+
+    Attributes:
+        begin: start of the measurement, in seconds of ``time.monotonic``.
+        end: end of the measurement and of the load, in seconds of ``time.monotonic``.
+        gaps: seconds between consecutive parts of a stream during the measurement.
+        statuses: number of responses to large bodies by status.
+    """
 
     def __init__(self, client: httpx.AsyncClient, body: bytes, seconds: float) -> None:
         self._client, self._body = client, body
@@ -80,7 +87,7 @@ class Load:
 
 
 async def measure(url: str, body: bytes, args: argparse.Namespace, num_clients: int) -> tuple[float, Load]:
-    """Return the tokens per second of one server, and its load."""
+    """Put load on one server. Return the tokens per second that it generates, and the load with its measurements."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
         load = Load(client, body, args.seconds)

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def messages(num_requests: int) -> None:
-    """Print size and times of the plan of a decode step on the side channel."""
+    """Print the size of a decode step's plan on the side channel, and the times to encode and to decode the plan."""
     from metal_engine.distributed.channel import HEADER_BYTES
     from metal_engine.distributed.wire import decode_plan, encode_ids, encode_plan
     from metal_engine.step import SchedulerOutput
@@ -96,7 +96,7 @@ def write_model(folder: str, sizes: dict[str, int]) -> None:
 
 
 def measure(model: str, num_ranks: int, num_requests: int, num_steps: int) -> dict[str, float]:
-    """Return times of an engine in seconds: for the prompts, and for decode steps of all requests."""
+    """Return the seconds of all prompts and of one decode step of all requests, and the MiB of weights and at peak."""
     from metal_engine.loading.build import build_engine
     from metal_engine.sampling_params import SamplingParams
     from metal_engine.settings.args import EngineArgs

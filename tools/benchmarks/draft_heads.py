@@ -7,7 +7,7 @@ Two engines in one process, one of them with the head, alternate on the same que
 equal. With ``--right own``, the head drafts. Otherwise its drafts are replaced by tokens of the known outputs, each
 right with a given probability. The head and the LM head still run, so costs are those of the head. Lookups are off.
 
-Both times are relative to the time without drafts, and cover whole outputs with their prompts. CPU times are comparable
+Elapsed and CPU times are relative to the run without drafts. They cover prompts and outputs. CPU times are comparable
 even if other programs use the machine. The engine chooses the number of drafts by elapsed time.
 """
 
@@ -91,6 +91,11 @@ class Questions:
 
     Args:
         streams: number of requests at once. With 1, each question waits for the answer to the question before.
+
+    Attributes:
+        groups: token ids of prompts by request id. A group's requests run at the same time.
+        outputs: output token ids without drafts, by request id.
+        by_prompt: output token ids without drafts, by the token ids of the prompt.
     """
 
     def __init__(self, without: BuiltEngine, streams: int, args: argparse.Namespace) -> None:

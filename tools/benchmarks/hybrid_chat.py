@@ -64,7 +64,7 @@ def write_model(folder: Path) -> None:
 
 
 def turn(url: str, model: str, messages: list[dict[str, str]], max_tokens: int) -> tuple[float, int]:
-    """Send a turn. Return the seconds to the first token, and the number of prompt tokens."""
+    """Send a turn. Return the seconds to the first text (0.0 without text), and the number of prompt tokens."""
     body = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0.0, "stream": True}
     body["stream_options"] = {"include_usage": True}
     started, first, num_tokens = time.perf_counter(), 0.0, 0
@@ -82,7 +82,7 @@ def turn(url: str, model: str, messages: list[dict[str, str]], max_tokens: int) 
 
 
 def chat(name: str, folder: Path, args: argparse.Namespace) -> list[float]:
-    """Return the time to first token of each turn of a conversation."""
+    """Start a server, send the turns of a conversation, and return the seconds to the first token of each turn."""
     words = "Here is one more paragraph of the text that we talk about, and it says something else each time. "
     messages: list[dict[str, str]] = []
     times = []

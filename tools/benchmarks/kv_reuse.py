@@ -32,7 +32,13 @@ NUM_PROMPTS, PROMPT_TOKENS, HANDOVER_TOKENS = 8, 500, 2000
 
 
 class Screen:
-    """Store that can hide blocks, and can delay writes until it is released."""
+    """Store around another store that can hide blocks and delay writes.
+
+    Attributes:
+        inner: the other store.
+        hidden: hashes of blocks that ``get`` does not return. ``contains`` still reports them.
+        may_write: event that ``put`` waits for; set at first.
+    """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -59,7 +65,7 @@ class Screen:
 
 
 class Engine:
-    """Engine with a screened store."""
+    """Engine whose KV store is wrapped in a :class:`Screen`."""
 
     def __init__(self, model: str, directory: str, role: str, **settings: Any) -> None:
         extra = {"path": directory, "max_save_bytes": "2GiB"}
@@ -88,7 +94,7 @@ class Engine:
         return hashes
 
     def first_token_seconds(self, prompts: Sequence[list[int]]) -> list[float]:
-        """Return the times to first token of prompts that arrive together."""
+        """Empty the prefix cache, and return the seconds to the first token of prompts that arrive together."""
         self.core.scheduler.prefix_cache.forget()
         started = time.perf_counter()
         ids = [self.add(prompt) for prompt in prompts]
@@ -111,7 +117,12 @@ def make_prompts(number: int, length: int, seed: int) -> list[list[int]]:
 
 
 def measure_missing(engine: Engine, prompts: list[list[int]], repeats: int) -> dict[str, list[Any]]:
-    """Return mean and last time to first token of the batch, by the missing part of the prompts."""
+    """Return the times to first token of a batch of prompts of which the store lacks a part.
+
+    The result has a list for missing whole prompts ("requests") and one for a missing share of each prompt ("share").
+    An item has the missing part, the number of computed tokens, and medians of the mean and the last seconds to the
+    first token.
+    """
     hashes = [engine.hashes_of(prompt) for prompt in prompts]
     rows: dict[str, list[Any]] = {"requests": [], "share": []}
     for key, cases in (("requests", (0, 2, 4, 6, 8)), ("share", (0.0, 0.25, 0.5, 0.75, 1.0))):
@@ -172,7 +183,7 @@ def measure_restart(model: str, directory: str, prompts: list[list[int]]) -> Non
 
 
 def measure_handover(producer: Engine, consumer: Engine, repeats: int) -> None:
-    """Print the time from the producer's last step to the consumer's first token."""
+    """Print the time from the end of the producer's last step to the consumer's first token."""
     print(f"\n| hand-over of {HANDOVER_TOKENS} tokens | s |\n| --- | --- |")
     for name in ("chunk by chunk", "whole, after the prefill"):
         seconds = []

@@ -34,7 +34,7 @@ from metal_engine.settings.args import EngineArgs
 
 
 def write_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int, seed: int) -> Path:
-    """Write a random adapter in PEFT's format. ``shapes`` has the inputs and outputs of each module."""
+    """Write a random adapter in PEFT's format. ``shapes`` has the number of inputs and outputs of each module."""
     rng = np.random.default_rng(seed)
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
@@ -47,7 +47,7 @@ def write_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int, s
 
 
 def round_of(engine: BuiltEngine, adapters: list[Adapter | None], args: argparse.Namespace) -> tuple[float, float]:
-    """Return the seconds for the prompts and the median decode step of ``rows`` requests."""
+    """Run ``args.rows`` requests. Return the seconds of all prompts and the median seconds of a decode step."""
     core = engine.core
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=args.steps + 2, ignore_eos=True)

@@ -2,11 +2,11 @@
 
     python -m tools.benchmarks.mlx_lm_drafting < request.json
 
-Runs in its own process, because metal-engine patches functions of mlx-lm. The request has ``model`` and ``draft_model``
-(directories that mlx-lm loads), ``num_draft_tokens``, ``max_tokens`` and ``prompts`` (token ids by name). The response
-is one JSON object. Its entry for a prompt has the tokens and the seconds after the first token, without and with the
-draft model. It also has the number of tokens that the draft model proposed. Both runs are greedy and use metal-engine's
-BLAS.
+Runs in its own process, because metal-engine patches functions of mlx-lm. The JSON on stdin has ``model`` and
+``draft_model`` (directories that mlx-lm loads), ``num_draft_tokens``, ``max_tokens`` and ``prompts`` (token ids by
+name). The output is one JSON object. Its entry for a prompt has the tokens and the seconds after the first token,
+without and with the draft model. It also has the number of output tokens that come from the draft model. Both runs are
+greedy and use metal-engine's BLAS.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _READ_BYTES = 1 << 16
 
 
 async def view(url: str, started: asyncio.Event) -> None:
-    """Read `/watch` forever."""
+    """Read `/watch` until the task is cancelled. Sets ``started`` when the first bytes have arrived."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"GET /watch HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -72,7 +72,7 @@ class Profile:
         setattr(owner, name, timed)
 
     def step(self, step: Callable[[], None]) -> dict[str, float]:
-        """Return the times of the parts of one step in seconds, without nested parts."""
+        """Run one step. Return the seconds of each part without nested parts, of ``other`` work, and in ``total``."""
         self._parts.clear()
         self._inner = [0.0]
         start = time.perf_counter()
@@ -113,7 +113,13 @@ def instrument(profile: Profile) -> None:
 
 
 class Answers:
-    """Engine with requests in decode, stepped directly. Outputs go to the queues of an event loop."""
+    """Engine with requests in decode, stepped directly. Outputs go to the queues of an event loop.
+
+    Args:
+        num_steps: number of steps that the requests are long enough for, twice.
+        ahead: True for asynchronous scheduling, which plans one step ahead.
+        replay_decodes: setting of the engine of the same name.
+    """
 
     def __init__(
         self, model: str, num_requests: int, num_steps: int, ahead: bool, replay_decodes: str = "never"

@@ -41,7 +41,7 @@ class Clock:
     def timed(self, name: str, function: Callable[..., Any], also: Callable[..., Any] = lambda *_: ()) -> Any:
         """Return ``function`` with its evaluation timed alone.
 
-        ``also`` returns more arrays to wait for, from its first argument.
+        ``also`` gets the same arguments and returns more arrays to evaluate, before and after the call.
         """
         import mlx.core as mx
 
@@ -69,7 +69,7 @@ def _arrays(result: Any) -> list[Any]:
 
 @contextmanager
 def instrumented(clock: Clock) -> Iterator[None]:
-    """Time every operation of a model inside the context."""
+    """Time every operation of all models of the process inside the context. Replaces functions until its end."""
     import mlx.nn as nn
     import mlx_lm.models.llama as llama
 

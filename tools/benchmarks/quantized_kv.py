@@ -94,7 +94,7 @@ def our_scores(kv_cache_dtype: str, windows: Windows, chunk: int = _CHUNK) -> Sc
 
 
 def our_forward(kv_cache_dtype: str, num_tokens: int) -> Forward:
-    """Return the forward of one request with ``num_tokens`` tokens."""
+    """Return metal-engine's forward for one request at a time, with at most ``num_tokens`` tokens."""
     paged = PagedModel(load_demo_model(), kv_cache_dtype=kv_cache_dtype)
     backend = choose_backend("auto", _BLOCK_SIZE).for_layers(attention_kinds(paged), _BLOCK_SIZE).backend
     block_table = np.arange(-(-num_tokens // _BLOCK_SIZE), dtype=np.int32)[None]
@@ -172,7 +172,7 @@ def mlx_lm_caches(model: Any, bits: int | None) -> list[Any]:
 
 
 def compare_text(tokens: list[int], num_tokens: int, window: int) -> None:
-    """Print a row for each kind of KV."""
+    """Print the perplexity of the text for each kind of KV, and the agreement with float KV."""
     windows = _spread(tokens, max(1, num_tokens // window), window)
     print(f"\n{len(windows)} x {window:,} tokens of text\n")
     print("| KV | perplexity | against float | same next token |\n| --- | --- | --- | --- |")
@@ -190,7 +190,7 @@ def _report_text(name: str, found: Scored, full: Scored) -> None:
 
 
 def compare_answers(tokens: list[int], num_answers: int, num_tokens: int) -> None:
-    """Print a row for each kind of KV."""
+    """Print for each kind of KV how many greedy outputs equal the outputs with float KV."""
     prompts = _spread(tokens, num_answers, _PROMPT_LEN)
     print(f"\n{num_answers} greedy answers of {num_tokens} tokens to prompts of {_PROMPT_LEN}\n")
     print("| KV | the same as with float KV | first difference, median |\n| --- | --- | --- |")
@@ -223,7 +223,7 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def compare_company(tokens: list[int], num_answers: int, answer_len: int, num_tokens: int, window: int) -> None:
-    """Print the effects of other rows in the batch."""
+    """Print how products, outputs and log probabilities change with other rows in the batch."""
     _compare_products(_BATCH)
     _compare_alone(tokens, num_answers, answer_len)
     _compare_chunks(tokens, num_tokens, window)
@@ -243,7 +243,7 @@ def _compare_products(num_rows: int) -> None:
 
 
 def _compare_alone(tokens: list[int], num_answers: int, answer_len: int) -> None:
-    """Print a row for each kind of KV."""
+    """Print for each kind of KV how many greedy outputs are equal in a batch and alone."""
     prompts = _spread(tokens, num_answers, _PROMPT_LEN)
     print(f"\n{num_answers} greedy answers of {answer_len} tokens, together and alone\n")
     print(f"| KV | the same | first difference, median | gap of the logits there | above {_EQUAL_GAP:g} |")
@@ -263,7 +263,7 @@ def _compare_alone(tokens: list[int], num_answers: int, answer_len: int) -> None
 
 
 def _compare_chunks(tokens: list[int], num_tokens: int, window: int) -> None:
-    """Print a row for each kind of KV in metal-engine and in mlx-lm."""
+    """Print for each kind of KV, in metal-engine and in mlx-lm, how results differ between two chunk sizes."""
     windows = _spread(tokens, max(1, num_tokens // window), window)
     print(f"\n{len(windows)} x {window:,} tokens of text in chunks of {_CHUNK} and of {_ODD_CHUNK}\n")
     print("| KV | log probability differs, mean | most | same next token |\n| --- | --- | --- | --- |")
@@ -273,7 +273,7 @@ def _compare_chunks(tokens: list[int], num_tokens: int, window: int) -> None:
 
 
 def _gap_where_they_part(forward: Forward, prompt: list[int], a: list[int], b: list[int]) -> float:
-    """Return the distance of the logits of the first differing tokens, computed from the common prefix."""
+    """Return the distance of the logits of two outputs' first differing tokens, computed from their common prefix."""
     first = _first_difference(a, b)
     logits = np.array(forward(prompt + a[:first], 0)[-1])
     return float(abs(logits[a[first]] - logits[b[first]]))

@@ -1,4 +1,4 @@
-"""Compares prompts of recurrent layers on a CPU: mlx-lm's own recurrences and metal-engine's chunked versions.
+"""Compares the prefill of recurrent layers on a CPU: mlx-lm's own recurrences and metal-engine's chunked versions.
 
     OPENBLAS_NUM_THREADS=2 python -m tools.benchmarks.recurrence [--repeats 7]
 

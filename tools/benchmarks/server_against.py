@@ -82,7 +82,7 @@ def thread_seconds(pid: int) -> dict[int, float]:
 
 
 def cpu_seconds(before: dict[int, float], after: dict[int, float]) -> Figures:
-    """Return the seconds between two readings: of the thread that worked most, and of all threads."""
+    """Return the CPU seconds between two readings: of the busiest thread, and of all threads. NaN without readings."""
     spent = [seconds - before.get(thread, 0.0) for thread, seconds in after.items()] or [float("nan")]
     return {"thread_s": max(spent), "cpu_s": sum(spent)}
 

@@ -62,7 +62,7 @@ class FreeRunner:
 
     @property
     def replay_refusal(self) -> None:
-        """None: replay is not refused."""
+        """Reason why decode steps cannot be replayed: always None."""
 
     def dispatch_second_part(self) -> None:
         """Do nothing: a step is dispatched whole."""
@@ -104,7 +104,7 @@ def _tell_cpu_seconds() -> None:
 
 
 async def stream(host: str, port: int, path: str, body: bytes, mark: bytes) -> tuple[int, int]:
-    """Return the number of tokens and bytes of one stream."""
+    """Send a request. Return the number of occurrences of ``mark`` in the response (tokens), and its size in bytes."""
     reader, writer = await asyncio.open_connection(host, port)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
@@ -136,7 +136,10 @@ async def run_clients(url: str, args: argparse.Namespace, num_tokens: int) -> tu
 
 
 async def overload(url: str) -> list[float]:
-    """Return the seconds to each 503 response, one after another, while the maximum number of streams run and wait."""
+    """Return the seconds to each 503 response, in ascending order, while the server's queue is full.
+
+    Requests that are refused are sent one after another.
+    """
     path, body, mark = ENDPOINTS["chat"]
     content = json.dumps({**body, "max_tokens": 30_000, "stream": True}).encode()
     host, port = url.removeprefix("http://").split(":")
@@ -214,7 +217,7 @@ def main() -> None:
 
 
 def _cpu_seconds(server: subprocess.Popen[str]) -> float:
-    """Return user and system time of the server so far."""
+    """Return the user and system time of the server so far, in seconds."""
     assert server.stdin is not None and server.stdout is not None
     print(file=server.stdin, flush=True)
     return float(server.stdout.readline())

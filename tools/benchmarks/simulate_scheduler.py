@@ -69,7 +69,7 @@ def percentile(values: list[float], percent: float) -> float:
 def make_arrivals(
     sizes: Iterable[tuple[float, int, int]], count: int, output: int, model: StepTimeModel, load_factor: float
 ) -> tuple[list[Arrival], float]:
-    """Return requests with Poisson arrivals, and their rate: ``load_factor`` of the device's capacity."""
+    """Return requests with Poisson arrivals, and their rate per second: ``load_factor`` of the device's capacity."""
     rng = random.Random(0)
     sizes = list(sizes)
     drawn = [rng.choices(sizes, [s[0] for s in sizes])[0] for _ in range(count)]
@@ -142,7 +142,7 @@ def print_table(first: list[str], rows: list[list[str]]) -> None:
 
 
 class Study:
-    """All tables, with one fitted model."""
+    """Printer of all tables, for one fitted model. Keeps the results that are plotted in ``curves``."""
 
     def __init__(self, model: StepTimeModel, count: int, load_factor: float) -> None:
         self.model = model

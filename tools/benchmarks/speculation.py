@@ -87,10 +87,10 @@ class Run:
     """Results of some requests.
 
     Attributes:
-        answers: output tokens by request.
-        steps: (rows, seconds, tokens) of pure decode steps. Not meaningful if steps overlap.
+        answers: output token ids by request.
+        steps: (rows, seconds, tokens) of steps without prefill. Not meaningful if steps overlap.
         seconds: total time, including prompts.
-        first_seconds: time to the first token.
+        first_seconds: time to the first token of any request.
         num_drafts, num_accepted: number of tokens proposed, and of tokens accepted.
     """
 
@@ -107,12 +107,12 @@ class Run:
 
     @property
     def token_seconds(self) -> float:
-        """Time per token in pure decode steps, in seconds."""
+        """Time per token in steps without prefill, in seconds."""
         return sum(seconds for _, seconds, _ in self.steps) / sum(tokens for _, _, tokens in self.steps)
 
     @property
     def later_token_seconds(self) -> float:
-        """Time per token after the first token."""
+        """Time per token after the first token, in seconds."""
         return (self.seconds - self.first_seconds) / max(1, sum(map(len, self.answers.values())) - 1)
 
     @property
@@ -156,7 +156,7 @@ def run(engine: BuiltEngine, prompts: dict[str, list[int]], max_tokens: int) -> 
 
 
 def loops(answer: list[int]) -> bool:
-    """Return True if an output contains a sequence of 8 tokens three times."""
+    """Return True if an output contains the same sequence of 8 tokens at least three times."""
     return max(Counter(zip(*(answer[i:] for i in range(8)), strict=False)).values(), default=0) >= 3
 
 
@@ -213,7 +213,7 @@ def one_by_one(pair: Pair, kind: str, texts: dict[str, str], repeats: int, *, is
 
 
 def at_once(pair: Pair, kind: str, texts: dict[str, str], streams: int, repeats: int) -> None:
-    """Print results for several requests at once. If there are more requests than texts, each has its own prefix."""
+    """Print results for several requests at once. Each request has its own prefix."""
     each = list(texts.values())
     prompts = {f"{i}": pair.prompt(f"({i}) {each[i % len(each)]}") for i in range(streams)}
     runs = pair.turns(prompts, repeats)

@@ -70,7 +70,7 @@ def propose(core: EngineCore, proposer: KnownAnswers) -> None:
 
 
 def compare(pair: tuple[BuiltEngine, BuiltEngine], streams: int, rightness: float, args: argparse.Namespace) -> int:
-    """Print the gain of drafts of a given rightness. Return the number of outputs that differ."""
+    """Print the gain of drafts that are right with probability ``rightness``. Return the number of wrong outputs."""
     without, speculating = pair
     texts = list(CHAT.values())
     encode = without.preparer.tokenizer.encode

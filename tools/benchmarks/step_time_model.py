@@ -78,7 +78,7 @@ def load(path: Path = STEPS_FILE) -> StepTimeModel:
 
 
 def measure(path: Path, machine: str) -> None:
-    """Measure steps of the demo model: chunks of all sizes and contexts, decodes in batches, and both together."""
+    """Measure steps of the demo model and write them to ``path``: chunks, batches of decodes, and both together."""
     from tools.benchmarks.engine_timing import TimedEngine, random_prompt
 
     engine = TimedEngine("demo", enable_prefix_caching=False, max_num_batched_tokens=512, max_num_partial_prefills=1)

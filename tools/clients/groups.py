@@ -15,7 +15,7 @@ class Client:
     Attributes:
         name: common name of the client.
         package: package whose version is reported.
-        requirements: other packages on PyPI to install.
+        requirements: further packages on PyPI to install.
         script: script in `tries/` that prints a line of JSON for each attempt.
     """
 

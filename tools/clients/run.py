@@ -73,7 +73,7 @@ def version_of(client: Client, venvs: Path) -> str:
 
 
 def attempts_of(python: Path, script: Path, url: str, model: str) -> tuple[Attempt, ...]:
-    """Run a script of `tries/` and parse its output. A script that ends without output counts as one failed attempt.
+    """Run a script of `tries/` and parse its output. A script that fails or takes too long adds a failed attempt.
 
     The script gets an empty home folder and none of this shell's settings, keys and proxies.
     """

@@ -21,7 +21,8 @@ class Comparison:
 
     Attributes:
         first_difference: index of the first differing token; None if all tokens are equal.
-        gap: distance of the two tokens' logits there; infinite if one output merely ends earlier.
+        gap: absolute difference of the logits of the two first differing tokens; 0.0 if all tokens are equal; infinite
+            if one output is a prefix of the other.
     """
 
     first_difference: int | None = None
@@ -37,7 +38,10 @@ class Comparison:
 
 
 def compare_outputs(model: Any, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> Comparison:
-    """Compare two greedy outputs of ``prompt``. If they differ, teacher-forces ``model``, a plain mlx-lm model."""
+    """Compare two greedy outputs of ``prompt``, all as token ids.
+
+    If tokens differ, their logits are computed on the common prefix with ``model``, an mlx-lm model.
+    """
     import mlx.core as mx
 
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)

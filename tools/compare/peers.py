@@ -1,4 +1,4 @@
-"""Servers to compare with, each in its own virtual environment and started with the BLAS of metal-engine."""
+"""Servers to compare with, each in its own virtual environment. They can be started with the BLAS of metal-engine."""
 
 from __future__ import annotations
 

@@ -38,7 +38,14 @@ class Goal:
 
 @dataclass(frozen=True)
 class PeerScenario:
-    """Phases that run one after another on a newly started server. The groups of a phase run concurrently."""
+    """Phases that run one after another on a newly started server. The groups of a phase run concurrently.
+
+    Attributes:
+        phases: function that returns the groups of each phase for a tokenizer and a seed.
+        peers: names of the servers to compare with.
+        same_blas: True if peers use metal-engine's OpenBLAS.
+        show: metrics to print.
+    """
 
     name: str
     title: str

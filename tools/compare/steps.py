@@ -4,7 +4,7 @@
         OPENBLAS_THREAD_TIMEOUT=23,lane_elements=None OPENBLAS_THREAD_TIMEOUT=15,lane_elements=None ""
 
 Each variant is an engine in its own process, which waits while other variants run their steps. A variant is a list of
-environment variables (upper case) and fields of the CPU's attention limits (lower case). An empty variant changes
+environment variables (upper case) and fields of attention's ``CPU_LIMITS`` (lower case). An empty variant changes
 nothing. With tree=PATH, the variant runs in another worktree of this project, with that worktree's copy of this tool:
 
     git worktree add ../before main~5 && python -m tools.compare.steps tree=../before ""
@@ -38,7 +38,10 @@ _TREE = Path(__file__).resolve().parents[2]
 
 
 def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
-    """Run steps for each line on stdin: one prefill step, or a few decode steps. Prints the seconds of each step."""
+    """Run steps for each line on stdin: one prefill step, or a few decode steps.
+
+    Prints a JSON list of the steps' seconds for each line, without the first of several steps.
+    """
     load_optimized_blas()
     from metal_engine.attention.portable import backend as portable
 

@@ -29,7 +29,15 @@ PROMPTS = [STORY * 8 + "One morning", "The tide comes in twice a day. " * 20 + "
 
 @contextmanager
 def serving(model: str, role: str, directory: str, *flags: str) -> Iterator[str]:
-    """Yield the URL of a server process with a role over a directory, once it is ready."""
+    """Yield the URL of a new server process, once it is ready.
+
+    Args:
+        role: role in the transfer of KV: ``kv_producer`` or ``kv_consumer``.
+        directory: folder of the KV store.
+
+    Raises:
+        SystemExit: the server process exited during its start.
+    """
     port = free_port()
     transfer = {"kv_connector": "disk", "kv_role": role, "kv_connector_extra_config": {"path": directory}}
     command = [sys.executable, "-m", "metal_engine", "serve", model, "--port", str(port)]

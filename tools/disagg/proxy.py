@@ -80,7 +80,10 @@ def create_app(prefill_url: str, decode_url: str) -> FastAPI:
 
     @app.get("/health")
     async def health(request: Request) -> JSONResponse:
-        """Return each server's /health response, with status 200 if the decode server is healthy: it can run alone."""
+        """Return each server's /health response. The status is the decode server's, because that server can run alone.
+
+        The status is 503 if the decode server does not respond.
+        """
         status, body = 503, {}
         for name, url in (("prefill", prefill_url), ("decode", decode_url)):
             try:
@@ -149,7 +152,11 @@ class _Exchange:
         return not answer.is_error
 
     async def _decode(self, transfer: dict[str, bool]) -> tuple[httpx.Response, AsyncIterator[bytes], bytes]:
-        """Return the decode server's response, with its remaining chunks and its first bytes."""
+        """Send the request to the decode server. Return the response, an iterator of later chunks and the first chunk.
+
+        Raises:
+            httpx.HTTPError: the decode server does not respond.
+        """
         request = self._client.build_request(
             "POST", self._decode_url, json=self._body | {"kv_transfer_params": transfer}, headers=self._headers
         )

@@ -1,8 +1,8 @@
 """Takes the screenshots of the page for README.md and docs/cli.md: ``python -m tools.docs.page``.
 
-Serves the demo model with a small KV cache, asks it something, fills the cache, and takes pictures with a headless
+Serves the demo model with a small KV cache, sends two questions, fills the cache, and takes pictures with a headless
 Chromium: docs/images/page-light.png, page-dark.png and page-phone.png. Takes a minute on two idle cores. Other
-programs would spoil the times in the pictures.
+programs would change the times in the pictures.
 """
 
 from __future__ import annotations

@@ -106,7 +106,11 @@ def is_in_git() -> bool:
 
 
 def added_lines(revisions: str) -> dict[str, set[int]]:
-    """Return the line numbers that ``git diff REVISIONS`` adds, by path relative to the current folder."""
+    """Return the line numbers that ``git diff REVISIONS`` adds, by path relative to the current folder.
+
+    Raises:
+        subprocess.CalledProcessError: git does not know a revision.
+    """
     options = ["--unified=0", "--no-color", "--no-ext-diff", "--relative", "--src-prefix=a/", "--dst-prefix=b/"]
     command = ["git", "-c", "core.quotePath=off", "diff", *options, revisions, "--"]
     diff = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True).stdout
@@ -122,7 +126,7 @@ def added_lines(revisions: str) -> dict[str, set[int]]:
 
 
 def _read(path: Path, revisions: str | None) -> str:
-    """Read a file: from the newer revision of ``A..B``, else from disk."""
+    """Return a file's text: from the newer revision if ``revisions`` is ``A..B``, otherwise from disk."""
     if revisions and ".." in revisions:
         newer = revisions.split("..")[-1].lstrip(".") or "HEAD"
         command = ["git", "show", f"{newer}:./{path.as_posix()}"]
@@ -137,7 +141,11 @@ def all_sentences(paths: list[str], *, messages: bool = True) -> Iterator[Senten
 
 
 def changed_sentences(paths: list[str], revisions: str, *, messages: bool = True) -> Iterator[Sentence]:
-    """Yield the sentences that touch lines added by ``git diff REVISIONS`` in files among and under some paths."""
+    """Yield the sentences that touch lines added by ``git diff REVISIONS`` in files among and under some paths.
+
+    Raises:
+        subprocess.CalledProcessError: git does not know a revision.
+    """
     added = added_lines(revisions)
     roots = [Path(name) for name in paths]
     for path in sorted(map(Path, added)):
@@ -216,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. Return the exit status of the process: 2 if git does not know the revision."""
+    """Run the command line. Return the exit status: 1 above ``--max-per-1000``, 2 if git does not know the revision."""
     args = _parser().parse_args(argv)
     if args.labels:
         evaluate(args.labels, args.min_score)

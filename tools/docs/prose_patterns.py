@@ -183,7 +183,7 @@ _EMPTY_WORDS = frozenset(_EMPTY.split())
 
 
 def measure(text: str) -> list[tuple[str, float]]:
-    """Score properties of a whole sentence: length, negations, pronouns and share of words without content."""
+    """Return names and weights of a whole sentence's properties: length, negations, pronouns, words without content."""
     found: list[tuple[str, float]] = []
     words = _WORD.findall(text)
     if not words:

@@ -143,7 +143,7 @@ def is_prose(text: str) -> bool:
 
 
 def python_sentences(path: str, source: str, *, messages: bool = True) -> Iterator[Sentence]:
-    """Yield the sentences of a Python file's docstrings, comments and messages."""
+    """Yield the sentences of a Python file's docstrings, comments and messages; nothing if its syntax is invalid."""
     try:
         tree = ast.parse(source)
     except SyntaxError:

@@ -20,7 +20,7 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 class FakeGpuError(RuntimeError):
-    """The fake GPU does not work here: unsupported MLX or machine, or no compiler."""
+    """Raised if the fake GPU cannot run on this machine: unsupported MLX or machine, or no compiler."""
 
 
 def compiler() -> str:
@@ -45,7 +45,7 @@ def build(mlx: Path, version: str) -> Path:
         version: version of MLX.
 
     Raises:
-        FakeGpuError: no compiler was found, or compilation failed.
+        FakeGpuError: no compiler was found, compilation failed, or other users could write to the cache folder.
     """
     path = compiler()
     parts = [SOURCE.read_text(), version, path, " ".join(_FLAGS), platform.machine(), str(mlx)]

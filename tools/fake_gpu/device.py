@@ -133,7 +133,7 @@ class FakeGpu:
     def held(self) -> Iterator[None]:
         """Prevent command buffers from completing inside the context.
 
-        Any wait for one, and the eleventh commit, would block.
+        Inside the context, a wait for a command buffer would block, and so would the eleventh commit.
         """
         self._library.fake_gate(False)
         try:
@@ -170,7 +170,11 @@ def install() -> FakeGpu:
 
 
 def _find_mlx() -> tuple[Path, str]:
-    """Return the folder of the mlx package and its version."""
+    """Return the folder of the mlx package and its version.
+
+    Raises:
+        FakeGpuError: the machine or the version of MLX is not supported, or MLX is not installed.
+    """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise FakeGpuError(f"the fake GPU is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
     spec = importlib.util.find_spec("mlx")
@@ -190,7 +194,7 @@ def _find_mlx() -> tuple[Path, str]:
 
 
 def _loaded_at(library: Path) -> int:
-    """Return the address to which offsets in a library are relative."""
+    """Return the address to which offsets in a loaded library are relative. Raises FakeGpuError if it is not loaded."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, offset, *_, path = line.split(maxsplit=5)
         if int(offset, 16) == 0 and os.path.samefile(path, library) if path.startswith("/") else False:
@@ -199,7 +203,7 @@ def _loaded_at(library: Path) -> int:
 
 
 def _offsets(library: Path) -> dict[str, int]:
-    """Return the offsets in libmlx of the functions of :data:`_REPLACED`."""
+    """Return the offsets in libmlx of the functions of :data:`_REPLACED`. Raises FakeGpuError if one is missing."""
     try:
         listed = subprocess.run(["nm", "-C", str(library)], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:

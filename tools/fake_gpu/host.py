@@ -1,4 +1,4 @@
-"""Measures the CPU time of a decode step's thread on the fake GPU: built, replayed, and in mlx-lm's BatchGenerator.
+"""Measures the CPU time of the thread that runs decode steps on the fake GPU: built, replayed, and in mlx-lm.
 
 Imports MLX, so :func:`tools.fake_gpu.install` must be called first.
 """
@@ -91,7 +91,10 @@ class Times:
 
 
 def measure(steppers: dict[str, Any], num_steps: int) -> dict[str, Times]:
-    """Measure steps of all steppers, a few at a time in rotation, so that other load on the machine affects all."""
+    """Return the times of all steppers' steps, by name. Replaces ``mx.eval`` and ``mx.async_eval`` until it returns.
+
+    Each stepper runs a few steps at a time in rotation, so that other load on the machine affects all.
+    """
     times = {name: Times() for name in steppers}
     spent = 0.0
 

@@ -39,7 +39,7 @@ class Measured:
         graph: building the forward and the sampling.
         evaluate: MLX's evaluation, including encoding.
         engine: all other work: scheduling, packing, text.
-        host: sum of the above three.
+        host: sum of ``graph``, ``evaluate`` and ``engine``.
         blocked: wait in the dispatch of a step until the device has caught up.
         wait: wait for the end of a step.
         step: wall-clock time.
@@ -102,7 +102,7 @@ def _clocks() -> Iterator[_Clocks]:
 def measure(
     gpu: FakeGpu, engine: EngineCore, num_steps: int, before_step: Callable[[int], None] = lambda step: None
 ) -> Measured:
-    """Step an engine with requests in decode.
+    """Step an engine with requests in decode and return the means over the steps. Resets the device's counts.
 
     Args:
         before_step: called with the index of each step. Its time counts as the engine's.

@@ -39,8 +39,9 @@ class ReportCase:
     Attributes:
         name: way of dispatching steps.
         ahead: value of ``--async-scheduling``.
-        behind: True to dispatch steps while others run.
-        limits: maximum operations of a command buffer, and maximum size of their arrays in units of 2^20 bytes.
+        behind: True to dispatch a step while earlier steps run.
+        limits: ``max_ops`` and ``max_mb`` of :class:`FakeGpuSettings`.
+        encode_us: host time for each kernel in microseconds.
         is_mixed: True to add prompts between decode steps.
         replay: True to replay decode steps.
     """

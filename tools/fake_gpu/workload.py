@@ -109,7 +109,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 
 def make_model(config: dict[str, Any], *, quantized: bool = True) -> nn.Module:
-    """Return the mlx-lm model of a configuration, quantized to 4 bits."""
+    """Return the mlx-lm model of a configuration, quantized to 4 bits unless ``quantized`` is False."""
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
     if quantized:
@@ -139,7 +139,7 @@ def make_engine(
     Args:
         ahead: value of ``--async-scheduling``.
         replay: True to replay decode steps.
-        has_head: True to give the model a draft head, which follows every step and is never asked for drafts.
+        has_head: True to give the model a draft head. The head processes the tokens of every step. It makes no drafts.
         runner: arguments of :class:`ModelRunner`.
     """
     max_model_len = min(workload.prompt_len + workload.max_tokens + BLOCK_SIZE, 8192)

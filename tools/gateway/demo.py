@@ -89,7 +89,11 @@ def complete(url: str, model: str, prompt: str) -> dict[str, Any]:
 
 
 def show(fleet: GatewayFleet, model: str) -> None:
-    """Run four conversations of two turns through the gateway, then each first turn on the other server."""
+    """Run four conversations of two turns through the gateway, and print the results.
+
+    Then sends the first turn of the first conversation to each server directly, and prints the number of tokens that
+    came from the store.
+    """
     for opening in OPENINGS:
         prompt = opening + STORY * 4
         for turn in (1, 2):

@@ -70,7 +70,7 @@ def running(
 
 
 def end(process: subprocess.Popen[bytes], timeout: float = 60.0) -> None:
-    """Send SIGTERM to a process and wait for its end. Kills it after the timeout."""
+    """Send SIGTERM to a process and wait for its end. Kills it after ``timeout`` seconds."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(timeout)
@@ -118,7 +118,11 @@ def transfer_config(store_url: str, role: str = "kv_both", **options: Any) -> st
 def model_server(
     model: str, *flags: str, log: TextIO | None = None, port: int | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Yield URL and process of ``metal-engine serve MODEL`` once it is ready."""
+    """Yield URL and process of ``metal-engine serve MODEL`` once it is ready.
+
+    Raises:
+        NotStartedError: the server ended, or was not ready in time.
+    """
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "metal_engine", "serve", model, "--port", str(port), *flags]
@@ -160,7 +164,10 @@ def gateway(
 
 
 def healthy_servers(url: str) -> list[str]:
-    """Return the URLs of the servers that a gateway currently sends requests to."""
+    """Return the URLs of the servers that a gateway currently sends requests to.
+
+    The list is empty if the gateway does not respond.
+    """
     try:
         workers = httpx.get(f"{url}/workers", timeout=5.0).raise_for_status().json()["workers"]
     except (httpx.HTTPError, ValueError):

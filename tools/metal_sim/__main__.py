@@ -92,7 +92,7 @@ def agx(options: argparse.Namespace) -> int:
 
 
 def undef(options: argparse.Namespace) -> int:
-    """Search for values that loops carry although they are never set."""
+    """Search for values that loops carry although they are never set. Return the exit status: 1 if one was found."""
     import mlx.core as mx
 
     from .errors import ToolchainError
@@ -133,7 +133,7 @@ def predict_times(write: bool) -> int:
 
 
 def cuda() -> int:
-    """Run every kernel on a CUDA GPU and compare with float64."""
+    """Run every kernel on a CUDA GPU and compare with float64. Return the exit status: 1 if a kernel is wrong."""
     from .cases import CASES
     from .errors import ToolchainError
     from .nvidia import cuda_kernel, driver

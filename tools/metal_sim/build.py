@@ -28,7 +28,8 @@ LANGUAGE = [
     "-Wno-unknown-attributes",
 ]
 GAP = 128  # bytes on both sides of a threadgroup variable
-# Unrolled loops take minutes to instrument and give the same results. The check pass keeps the requests.
+# Pragmas that request unrolling are removed: unrolled loops take minutes to instrument and give the same results. The
+# check pass (check.py) keeps the pragmas.
 _UNROLLING = re.compile(r"^[ \t]*#pragma clang loop unroll.*$", re.M)
 # The smallest normal half is 2^-14; the IR spells numbers as doubles.
 _FLUSHED = """
@@ -102,7 +103,13 @@ def build(unit: str, name: str, *, flushes_half: bool = False) -> Built:
     """Compile for the host, or return the cached library.
 
     Args:
-        flushes_half: round subnormal numbers to zero in conversions to half, as some GPUs do.
+        unit: text of the translation unit.
+        name: name of the kernel for error messages.
+        flushes_half: True to round subnormal numbers to zero in conversions to half, as some GPUs do.
+
+    Raises:
+        CheckError: the unit does not compile.
+        ToolchainError: clang cannot optimise or link its output.
     """
     key = key_of("run", unit, *(["flushes half"] if flushes_half else []))
     library = cache_dir() / f"{key}.so"

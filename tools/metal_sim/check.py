@@ -38,7 +38,13 @@ _WARNINGS = [
 def check(unit: str, name: str, *, own_files: bool = True) -> None:
     """Raise CheckError if the kernel would not compile for Metal.
 
-    ``own_files``: require that every pointer in the text names its address space.
+    A success is recorded in the cache, so that the same unit is checked only once.
+
+    Args:
+        unit: text of the translation unit.
+        name: name of the kernel for error messages.
+        own_files: True to require that every pointer in the text names its address space, and to reject code that has
+            another meaning in Metal.
     """
     mark = cache_dir() / f"{key_of('check', unit, own_files)}.checked"
     if mark.exists():

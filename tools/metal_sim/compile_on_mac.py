@@ -52,13 +52,13 @@ class CompileResult:
 
 
 def xcrun(*arguments: str | Path) -> str | None:
-    """Run a tool of Xcode. Return its output if it failed, else None."""
+    """Run a tool of Xcode. Return its output if it failed, otherwise None."""
     done = subprocess.run(["xcrun", "-sdk", "macosx", *map(str, arguments)], capture_output=True, text=True)
     return (done.stdout + done.stderr).strip() or f"exit status {done.returncode}" if done.returncode else None
 
 
 def compile_one(source: Path, pipeline: Path, gpus: list[str], out: Path, flags: list[str]) -> CompileResult:
-    """Compile one file to a library, and the library for each GPU."""
+    """Compile one file to a library, and the library for each GPU. Deletes the outputs. Return the failures."""
     result = CompileResult(source.stem)
     air, library = out / f"{source.stem}.air", out / f"{source.stem}.metallib"
     said = xcrun("metal", *flags, "-c", source, "-o", air) or xcrun("metal", air, "-o", library)
@@ -96,7 +96,7 @@ def known_gpus(out: Path) -> list[str]:
 
 
 def names_to_build(folder: Path, listing: Path, tensor_ops: bool) -> list[str]:
-    """Return the variants in ``folder`` with tensor operations, or those without.
+    """Return the names of the variants in ``folder`` with tensor operations, or without them.
 
     Exits unless the folder's files, its manifest and ``listing`` name the same variants.
     """

@@ -27,8 +27,13 @@ class Place:
 class MetalSimError(RuntimeError):
     """A kernel did something undefined while it ran.
 
-    ``kind`` is one of: out of bounds, uninitialised read, race, barrier divergence, SIMD divergence,
-    missing lane, misaligned access, write to input, arithmetic.
+    Attributes:
+        kind: out of bounds, uninitialised read, race, barrier divergence, SIMD divergence, missing lane, misaligned
+            access, write to input, or arithmetic.
+        buffer: name of the buffer or threadgroup variable; None if the fault concerns none.
+        index: index of the element in the buffer, or offset in bytes in the threadgroup variable; None without either.
+        place: line of the fault; None if unknown.
+        other_place: line of the other access of a race, or of the other thread at a barrier; None if unknown.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""Counts how often the attention kernel reads scales and biases of quantized K and V."""
+"""Counts how often the attention kernel reads scales and biases of quantized K and V.
+
+docs/dev/kernels.md explains work items, and the direct and the staged way to compute them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from metal_engine.attention.metal.variants import AttentionShape, variant_of
 
 
 def group_reads(shape: AttentionShape, *, is_direct: bool) -> tuple[int, int]:
-    """Return the scales that an item reads per key and per value. Biases are read equally often.
+    """Return the numbers of scales that a work item reads per key and per value. Biases are read equally often.
 
     A staged item reads each scale once. A direct item also reads each scale once, unless SIMD groups have parts of the
     same group of columns. In that case, each SIMD group reads the scale.

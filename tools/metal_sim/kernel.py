@@ -42,7 +42,11 @@ def _numpy_dtype(dtype: mx.Dtype) -> np.dtype:
 
 
 class SimulatedKernel:
-    """Kernel that is compiled once per combination of dtypes, size classes and template arguments."""
+    """Kernel that is compiled once per combination of dtypes, size classes and template arguments.
+
+    The size class of an input says if the input is in constant or in device memory. A call runs the kernel and raises
+    :class:`MetalSimError` at its first fault.
+    """
 
     flushes_half = False
 
@@ -126,7 +130,14 @@ class SimulatedKernel:
     def compile(
         self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, Any]]
     ) -> tuple[LoadedKernel, tuple[Parameter, ...]]:
-        """Trace, check and build, or return the cached kernel."""
+        """Return the loaded kernel and the parameters of its buffers, in order.
+
+        At first use, traces, checks and builds the kernel, and checks its source for inputs of other size classes.
+
+        Raises:
+            CheckError: the source is not legal Metal.
+            ToolchainError: a tool of the simulator failed.
+        """
         described = [_class_of(a.dtype, a.ndim, a.size) for a in inputs]
         request = self._request(described, output_dtypes, template)
         key = repr((request["inputs"], request["outputs"], request["template"]))

@@ -317,7 +317,10 @@ CASES = (
 
 
 def run_case(backend: MetalBackend, case: MutantCase) -> str | None:
-    """Return a description of the first error, or None."""
+    """Run a case on ``backend``. Return a description of the first error; None if the results are right.
+
+    Sets ``backend.target_threadgroups`` to the case's.
+    """
     step = make_step(
         [(n, kv - n) for n, kv in case.segments],
         num_heads=case.num_heads,

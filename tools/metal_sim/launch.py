@@ -119,7 +119,11 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class BufferCounts:
-    """Bytes that a launch moved from or to one buffer. ``unique_*`` count each element once."""
+    """Size of one buffer in bytes, and the bytes that a launch read from it and wrote to it.
+
+    ``unique_read`` and ``unique_written`` count the bytes of each element once. ``reads`` and ``writes`` are numbers of
+    accesses.
+    """
 
     name: str
     kind: str
@@ -134,7 +138,7 @@ class BufferCounts:
 
 @dataclass(frozen=True)
 class LaunchCounts:
-    """Counts of one launch."""
+    """Counts of one launch. ``threadgroup_read`` and ``threadgroup_written`` are bytes of threadgroup memory."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -188,7 +192,11 @@ def _runtime() -> ctypes.CDLL:
 
 
 class LoadedKernel:
-    """Built kernel in this process."""
+    """Built kernel, loaded into this process.
+
+    Raises:
+        CheckError: the kernel declares more threadgroup memory than Metal has.
+    """
 
     def __init__(self, name: str, built: Built):
         _runtime()
@@ -211,7 +219,13 @@ class LoadedKernel:
     def launch(
         self, buffers: list[BufferSpec], grid: tuple[int, int, int], threadgroup: tuple[int, int, int]
     ) -> LaunchCounts:
-        """Run the kernel to its end, or raise the first fault. Output arrays are filled in place."""
+        """Run the kernel to its end and return its counts. Output arrays are filled in place.
+
+        Raises:
+            MetalSimError: the kernel's first fault.
+            CheckError: Metal rejects the sizes.
+            ToolchainError: the runtime cannot launch the kernel.
+        """
         check_sizes(self.name, grid, threadgroup, len(buffers))
         # MLX clips the threadgroup to the grid before it dispatches.
         group = tuple(min(t, g) for t, g in zip(threadgroup, grid, strict=True))

@@ -146,7 +146,10 @@ class _Loaded:
 
 
 class CudaKernel(SimulatedKernel):
-    """Kernel that is compiled once per combination of dtypes, size classes and template arguments."""
+    """Kernel on a CUDA GPU that is compiled once per combination of dtypes, size classes and template arguments.
+
+    :class:`tools.metal_sim.kernel.SimulatedKernel` explains size classes.
+    """
 
     def __init__(self, device: Device, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -165,7 +168,7 @@ class CudaKernel(SimulatedKernel):
 
 @cache
 def driver() -> Driver:
-    """Return the GPU that this process uses."""
+    """Return the GPU that this process uses. Raises NoGpuError without a GPU."""
     return Driver()
 
 

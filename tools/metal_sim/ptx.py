@@ -100,8 +100,9 @@ class Assembled:
 
 @cache
 def ptxas() -> str | None:
-    """Return NVIDIA's assembler: METAL_SIM_PTXAS, on the PATH, a toolkit's, or that of the package
-    nvidia-cuda-nvcc-cu12.
+    """Return the path of NVIDIA's assembler; None if it is not installed.
+
+    Tried in this order: METAL_SIM_PTXAS, the PATH, a CUDA toolkit, and the package nvidia-cuda-nvcc-cu12.
     """
     package = importlib.util.find_spec("nvidia")
     folders = [Path(p) / "cuda_nvcc" / "bin" for p in (package.submodule_search_locations or ())] if package else []
@@ -113,7 +114,7 @@ def ptxas() -> str | None:
 
 
 def assemble(ptx: str, name: str) -> Assembled:
-    """Assemble with ptxas.
+    """Assemble PTX with ptxas. Return the figures that ptxas prints.
 
     Raises:
         CheckError: ptxas rejects the PTX.

@@ -15,7 +15,8 @@ class RawKernel:
     """Kernel by name, with its template arguments in Metal's spelling.
 
     Call it with one array per buffer, in order, or a Python or NumPy scalar for a ``constant T&``. Buffers that are not
-    const are outputs and are filled in place. ``None`` means a buffer that a function constant removes.
+    const are outputs and are filled in place, so their arrays must be C-contiguous. ``None`` means a buffer that a
+    function constant removes.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ CASES: tuple[Step, ...] = (
 
 
 def run_case(recurrence: MetalRecurrence, case: Step) -> str | None:
-    """Return a description of the first error, or None."""
+    """Run a case. Return a description of the first error; None if the results are right."""
     try:
         with record_launches() as launches:
             out, new_states = case.run(recurrence)

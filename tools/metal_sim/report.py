@@ -62,7 +62,11 @@ CACHES = ("k_cache", "k_scales", "k_biases", "v_cache", "v_scales", "v_biases")
 
 @dataclass(frozen=True)
 class SimShape:
-    """Step with requests (query_len, kv_len)."""
+    """Step with requests (query_len, kv_len).
+
+    ``group`` is the number of query heads per KV head. ``allowed`` is the largest ratio of bytes read to the bound that
+    the tests accept.
+    """
 
     name: str
     segments: tuple[tuple[int, int], ...]
@@ -225,7 +229,7 @@ class Line:
 
     @property
     def loads_in_flight(self) -> str:
-        """Loads of K that a thread has in flight before it waits, for the request with the fewest rows."""
+        """Loads of K that a thread starts before it waits, for the request with the fewest rows, as "COUNT x BYTES"."""
         shape, size = self.shape, 2
         latent = shape.v_head_dim if shape.is_latent and shape.v_head_dim else 0
         v = variant_of(shape.attention)

@@ -25,7 +25,7 @@ from metal_engine.attention.indexed import SelectionSize
 class Attention:
     """Attention layer.
 
-    ``latent``: all heads read one latent of ``head_dim`` numbers and ``rope_dim`` position numbers.
+    If ``rope_dim`` is above 0, all heads read one latent of ``head_dim`` numbers and ``rope_dim`` position numbers.
     """
 
     num_heads: int
@@ -265,7 +265,7 @@ _SIZE = re.compile(r"(\d+)/(\d+)x(\d+)(?::(\d+))?")
 
 
 def attention_layers(row: str) -> Iterator[Attention]:
-    """Yield the layers of a row of ATTENTION."""
+    """Yield the layers of a row of ATTENTION. Raises ValueError if a shape does not have the format above."""
     sizes, _, kinds = row.partition("|")
     for size in sizes.split():
         for kind in kinds.split() or ["full"]:

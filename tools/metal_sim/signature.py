@@ -66,7 +66,11 @@ class Signature:
 
 
 def matching(text: str, at: int) -> int:
-    """Return the index just after the bracket that closes the one at ``at``. Skips comments and strings."""
+    """Return the index just after the bracket that closes the bracket at index ``at``. Skips comments and strings.
+
+    Raises:
+        ToolchainError: no bracket closes it.
+    """
     pairs = {"(": ")", "{": "}", "[": "]", "<": ">"}
     opening, closing = text[at], pairs[text[at]]
     depth = 0
@@ -93,7 +97,7 @@ def matching(text: str, at: int) -> int:
 
 
 def split_arguments(text: str) -> list[str]:
-    """Split at the commas outside all brackets."""
+    """Return the non-empty parts of a text between the commas that are outside all brackets."""
     parts, depth, last = [], 0, 0
     for i, c in enumerate(text):
         if c in "([{<":
@@ -119,7 +123,7 @@ def _parameter(text: str) -> Parameter:
 
 
 def find_kernel(text: str, name: str) -> Signature:
-    """Return the signature of kernel ``name``."""
+    """Return the signature of kernel ``name``. Raises ToolchainError if the text has no such kernel."""
     template_line = r"(template\s*<(?P<template>[^{};]*?)>\s*)?"
     pattern = template_line + rf"(?P<kernel>\[\[kernel[^\]]*\]\]|\bkernel\b)\s+void\s+{name}\s*\("
     found = re.search(pattern, text)

@@ -83,7 +83,11 @@ def mlx_include() -> Path:
 
 @cache
 def mlx_headers() -> Path:
-    """Return MLX's kernel headers from the installed wheel, rewritten, as an include directory."""
+    """Return an include directory with the rewritten kernel headers of the installed MLX. Writes it at first use.
+
+    Raises:
+        ToolchainError: the wheel has no Metal headers, or its version was not tested.
+    """
     root = mlx_include()
     kernels = root / "mlx" / "backend" / "metal" / "kernels"
     if not (kernels / "utils.h").exists():
@@ -180,6 +184,9 @@ def translation_unit(
     ``text`` contains everything the kernel needs after the preamble, and may contain ``#line`` directives. ``include``
     replaces the preamble. ``entry`` takes the kernel's signature and its text from ``[[kernel]]`` to the closing brace,
     and returns the text that is compiled instead.
+
+    Raises:
+        ToolchainError: the text has no such kernel, or the number of template arguments is wrong.
     """
     # MLX's explicit instantiation is not needed: its arguments are in template_arguments.
     text = re.sub(r"template\s*\[\[host_name\([^\n]*\n", "\n", text)

@@ -10,7 +10,7 @@ from .toolchain import INCLUDE, symbolizer
 
 
 def place_of(library: Path, offset: int) -> Place | None:
-    """Return the line of a return address, which is given as an offset into the library.
+    """Return the source line of a return address, an offset into the library; None if the line is unknown.
 
     Frames inside this package's own headers (inlined functions of the standard library) are replaced by the calling
     line.

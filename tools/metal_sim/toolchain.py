@@ -41,7 +41,11 @@ def _version(clang: str) -> int | None:
 
 @cache
 def clang() -> str:
-    """Return the clang++ to use. Raises with installation advice if there is none."""
+    """Return the path of the clang++ to use.
+
+    Raises:
+        ToolchainError: no clang++ is new enough. The message has installation advice.
+    """
     given = os.environ.get("METAL_SIM_CLANG")
     candidates = [given] if given else [f"clang++-{v}" for v in range(OLDEST_CLANG, 30)]
     if not given:
@@ -55,7 +59,11 @@ def clang() -> str:
 
 @cache
 def cache_dir() -> Path:
-    """Return the folder of compiled kernels (``METAL_SIM_CACHE``, else the user's cache directory)."""
+    """Return the folder of compiled kernels: ``METAL_SIM_CACHE``, or a folder in the user's cache directory.
+
+    Raises:
+        ToolchainError: other users could write to the folder or replace it.
+    """
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = Path(os.environ.get("METAL_SIM_CACHE") or users / "metal-sim")
     try:
@@ -66,7 +74,7 @@ def cache_dir() -> Path:
 
 @cache
 def fingerprint() -> str:
-    """Return a digest that changes with the clang, the kind of machine, and every file that affects compiled code."""
+    """Return a digest that changes with clang, the kind of machine, and every file that affects compiled code."""
     h = hashlib.sha256()
     code = [HERE / f"{n}.py" for n in CODE]
     headers = [path for folder in (INCLUDE, HERE / "cuda", HERE / "runtime") for path in folder.rglob("*")]
@@ -112,7 +120,7 @@ def host_features() -> list[str]:
 
 @cache
 def runtime_library() -> Path:
-    """Return the compiled runtime. Builds it at first use."""
+    """Return the path of the compiled runtime. Builds it at first use. Raises ToolchainError if it does not compile."""
     out = cache_dir() / f"runtime-{key_of('runtime')}.so"
     if out.exists():
         return out
@@ -128,7 +136,11 @@ def runtime_library() -> Path:
 
 @cache
 def symbolizer() -> list[str]:
-    """Return a command that translates addresses to lines, including inlined frames."""
+    """Return a command that translates addresses to lines, including inlined frames.
+
+    Raises:
+        ToolchainError: neither llvm-symbolizer nor addr2line is installed.
+    """
     directory = Path(os.path.realpath(clang())).parent
     for name in (directory / "llvm-symbolizer", "llvm-symbolizer", "llvm-symbolizer-16"):
         if path := shutil.which(str(name)):

@@ -106,6 +106,10 @@ def undef_phis_of(unit: str, name: str) -> list[UndefPhi]:
 
 
 def undef_in(variant: Variant) -> dict[str, int]:
-    """Return the undefined variables that loops of a variant carry, with the number of phis of each variable."""
+    """Return the undefined variables that loops of a variant carry, with the number of phis of each variable.
+
+    Raises:
+        CheckError: the variant does not compile.
+    """
     unit, _ = translation_unit(variant.text, variant.function, list(variant.template.values()))
     return dict(Counter(phi.variable for phi in undef_phis_of(unit, variant.name)))

@@ -124,7 +124,7 @@ class Recorder:
         kernels: names of the kernels that were made.
         variants: variants by MLX's name of the function.
         models: architectures that need the next calls.
-        cut: description of the next calls' cut. An empty string stands for the default.
+        cut: description of the next calls' cut (:mod:`metal_engine.attention.metal.cuts`). Empty for the default cut.
         refused: (architectures, layer and dtype, reason) for layers that the host code rejects.
     """
 

@@ -168,7 +168,7 @@ def scale(args: argparse.Namespace, model: StepTimeModel) -> dict[str, dict[int,
 
 
 def vary(args: argparse.Namespace, model: StepTimeModel) -> None:
-    """Vary one setting at a time at the first number of replicas. Prints a table for each setting."""
+    """Vary one setting at a time with ``args.replicas[0]`` replicas. Prints a table for each setting."""
     jobs: dict[str, tuple[argparse.Namespace, int, str]] = {}  # jobs of all tables, without duplicates
     for name, policy in itertools.product(args.vary, args.policies):
         for changes in VARIED[name].values.values():

@@ -13,7 +13,7 @@ ANSWER_TOKEN = 7
 
 
 class Replica:
-    """Plans a step, returns its end, and updates the scheduler with its tokens at the end.
+    """Replica in simulated time. A step begins with :meth:`begin`, which returns its end, and ends with :meth:`end`.
 
     Args:
         scheduler: the project's own scheduler.
@@ -36,7 +36,7 @@ class Replica:
         return self._plan is not None
 
     def begin(self, now: float) -> float | None:
-        """Plan a step that begins at ``now``. Return the end of the step; None if no step can run."""
+        """Plan a step that begins at ``now``. Return the end of the step in seconds; None if no step can run."""
         assert self._plan is None
         if self.transfer is not None:
             self.transfer.advance()
@@ -49,7 +49,7 @@ class Replica:
         return now + self._seconds(plan, num_rows)
 
     def end(self) -> list[RequestOutput]:
-        """End the current step. Return the new tokens of its requests."""
+        """End the current step and update the scheduler with its tokens. Return the outputs of its requests."""
         assert self._plan is not None
         plan, self._plan = self._plan, None
         if self.transfer is not None and plan.kv_connector_metadata is not None:

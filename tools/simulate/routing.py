@@ -107,7 +107,8 @@ class CacheAware:
     If that prefix is too short, or that replica is overloaded or lost, chooses the least loaded replica.
 
     If several replicas got the same share of the prompt, the most recent one is chosen. smg's help does not describe
-    the routing of prompts whose replica is lost. Here they go to the least loaded replica, like unknown prompts.
+    the routing of prompts whose replica is lost. This class sends these prompts to the least loaded replica, like
+    unknown prompts.
     """
 
     def __init__(self, num_replicas: int, config: RouterConfig) -> None:

@@ -38,7 +38,7 @@ class Loss:
 
     Attributes:
         at: time of the loss in seconds.
-        noticed_after: seconds in which the router still sends requests there. Afterwards, requests without a
+        noticed_after: seconds in which the router still sends requests to lost replicas. Afterwards, requests without a
             token move to other replicas, and running streams break.
         seconds: duration of the outage.
     """
@@ -74,9 +74,11 @@ class SimulatedScenario:
 
 @dataclass(eq=False, slots=True)
 class Served:
-    """Request with its outcome.
+    """Request with its outcome. Times are in seconds. A negative time means that the event has not happened.
 
     Attributes:
+        prompt: token ids; emptied when the request has finished, as is ``block_hashes``.
+        asked_at: time of arrival.
         num_possible_tokens: prompt tokens that an unlimited cache shared by all replicas would have had.
         replica: current or last replica.
         outcome: "finished", or "broken" if its replica was lost after the first token; None while it runs.
@@ -114,7 +116,7 @@ def _params(max_tokens: int) -> SamplingParams:
 
 
 class SimulatedFleet:
-    """Runs a scenario once.
+    """Simulation of one run of a scenario.
 
     Attributes:
         served: every request, in order of arrival.

@@ -83,7 +83,10 @@ class SharedStore:
         return length, start + self.config.latency, end + self.config.latency
 
     def write(self, hashes: Sequence[bytes], now: float) -> float:
-        """Write the blocks that are neither stored nor in transfer. Return the time when all are stored."""
+        """Write the blocks that are neither stored nor in transfer.
+
+        Return the time when the link has carried these blocks. They are stored ``latency`` seconds later.
+        """
         end = now
         for block_hash in hashes:
             if block_hash in self._there_from:
@@ -124,9 +127,9 @@ class SimulatedTransfer:
         prefix: Sequence[bytes] = (),
         min_state_blocks: int = 0,
     ) -> LoadTicket:
-        """Begin to load the leading blocks that the store has.
+        """Begin to load the leading blocks that the store has. Return the ticket of the load.
 
-        Loads nothing while the store is paused after a failure.
+        Loads nothing while the store is paused after a failure. ``prefix`` and ``min_state_blocks`` are ignored.
         """
         now = self.clock()
         ticket = LoadTicket(request_id, list(hashes), follow, has_answered=True, started=now, last_arrival=now)
@@ -139,7 +142,7 @@ class SimulatedTransfer:
         return ticket
 
     def end_load(self, ticket: LoadTicket) -> dict[bytes, np.ndarray]:
-        """Stop a load. Return the blocks that have arrived."""
+        """Stop a load. Return the blocks that have arrived, by hash. Their contents are empty placeholders."""
         if ticket in self._under_way:
             self._advance(ticket, self.clock())
             self._under_way.pop(ticket, None)

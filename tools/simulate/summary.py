@@ -61,7 +61,7 @@ def summarize(fleets: Sequence[SimulatedFleet]) -> SimulationSummary:
     """Return the combined figures of several completed runs of one scenario.
 
     Raises:
-        ValueError: no request counts.
+        ValueError: no request arrived within the period.
     """
     scenario = fleets[0].scenario
     seconds = len(fleets) * scenario.period

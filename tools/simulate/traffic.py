@@ -35,7 +35,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Conversation of a user. ``system`` is the index of its system prompt, which has ``num_system_tokens`` tokens."""
+    """Conversation of a user, which begins ``at`` seconds after the start of the simulation.
+
+    ``system`` is the index of its system prompt, which has ``num_system_tokens`` tokens.
+    """
 
     chat_id: int
     user: int
@@ -79,7 +82,7 @@ class TrafficConfig:
 
 
 def make_chats(config: TrafficConfig, seconds: float, seed: int) -> list[Chat]:
-    """Return the chats that begin within ``seconds``, in order."""
+    """Return the chats that begin within ``seconds``, in the order of their beginnings."""
     rng = random.Random(seed)
     low, high = config.system_range
     systems = [round(low * (high / low) ** rng.random()) for _ in range(config.num_systems)]

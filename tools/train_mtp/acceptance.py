@@ -23,7 +23,7 @@ class Acceptance:
     Attributes:
         num_positions: positions from which a whole chain lies in the answer.
         all_right: share of positions at which drafts 1 to k are all right, for k = 1, 2, 3.
-        each_right: share at which draft k is right, if all earlier drafts are.
+        each_right: share of right drafts k among the positions whose earlier drafts are all right.
         tokens_per_step: mean tokens of a step with k drafts, if steps began at every position equally often.
     """
 
@@ -60,7 +60,7 @@ class HeldOut:
         ]
 
     def right_drafts(self, head: MTPHead, num_drafts: int = NUM_DRAFTS) -> np.ndarray:
-        """Return [K, R, L] bool. True for pass k in slot q if the draft there equals the token of slot q + 2.
+        """Return [K, R, L] bool. True for pass k in slot q if the draft in this slot equals token q + 2.
 
         The head follows the target: its keys come from the true tokens. The chain's own keys come from its earlier
         drafts, which are assumed right.
@@ -80,7 +80,7 @@ class HeldOut:
 
 
 def acceptance(right: np.ndarray, counted: np.ndarray) -> Acceptance:
-    """Count the chains whose drafts are right.
+    """Return the shares of chains whose drafts are right.
 
     Args:
         right: result of :meth:`HeldOut.right_drafts`.

@@ -35,7 +35,7 @@ _TEMPERATURES = (0.7, 0.0, 0.7)
 
 
 class Generator(Protocol):
-    """Generates for a batch of prompts."""
+    """Function that generates outputs for a batch of prompts."""
 
     def __call__(self, prompts: list[list[int]], *, temperature: float, max_tokens: int, seed: int) -> list[list[int]]:
         """Return the output tokens of each prompt. The end-of-sequence token of a completed output is the last one."""
@@ -136,7 +136,7 @@ def _document(prompt: list[int], answer: list[int], held_out: bool = False) -> D
 
 
 class EngineGenerator:
-    """Generates with :class:`metal_engine.LLM`. Each request has its own seed.
+    """:class:`Generator` that uses :class:`metal_engine.LLM`. Each request has its own seed.
 
     On a GPU other than Metal's, the engine uses its settings for CPUs, so sizes are given explicitly.
 
@@ -176,7 +176,7 @@ class EngineGenerator:
 
 
 class MlxLmGenerator:
-    """Generates with mlx-lm's batches. One seed covers a call."""
+    """:class:`Generator` that uses mlx-lm's batches. All requests of a call share one seed."""
 
     def __init__(self, target: Target, settings: AnswerSettings) -> None:
         self._target, self._batch = target, settings.batch

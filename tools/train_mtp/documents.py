@@ -35,8 +35,7 @@ class PackedRows:
     Attributes:
         token_ids: [R, L] int32; 0 in padding.
         segments: [R, L] int32, number of the document within its row; -1 in padding.
-        counted: [R, L] bool. True in slot q if the head's prediction there, the token two slots later, is part of an
-            answer.
+        counted: [R, L] bool. True in slot q if token q + 2, which the head predicts in this slot, is part of an answer.
     """
 
     token_ids: np.ndarray

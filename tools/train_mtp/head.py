@@ -70,7 +70,8 @@ class ChainCache:
 def new_head(target: nn.Module) -> MTPHead:
     """Return a head to be trained, in float32.
 
-    Its layer and its last norm are copies of the target's last ones, and ``fc`` passes the hidden state on.
+    Its layer and its last norm are copies of the target's last layer and final norm. The weights of ``fc`` are those of
+    the identity on the hidden state, plus half of the random initial weights.
     """
     head = MTPHead(target.args)
     head.layers[0].update(_copies(target.model.layers[-1].parameters()))
@@ -138,7 +139,7 @@ def save_head(folder: Path, head: MTPHead, facts: dict[str, Any]) -> None:
 
 
 def load_head(folder: Path, args: ModelArgs) -> MTPHead:
-    """Return the head of a folder, in float32. Raises SystemExit if the folder has none that fits the target."""
+    """Return the head of a folder, in float32. Raises SystemExit if it is missing or does not fit the target."""
     path = folder / WEIGHTS
     if not path.is_file():
         raise SystemExit(f"{path} does not exist: run `python -m tools.fixtures.train_mtp train` first")

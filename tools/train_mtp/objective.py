@@ -20,7 +20,7 @@ def draft_losses(
         targets: [N, H], the target's hidden states that predict the same tokens.
         weights: [N] float32, weight of each row.
         lm_head: [V, H], weight of the LM head, in the type of the products.
-        rows_per_chunk: N is a multiple of it.
+        rows_per_chunk: number of rows whose logits exist at a time. N is a multiple of this number.
 
     Returns:
         [K] float32, and for each of the K passes [N, H] float32.

@@ -127,7 +127,7 @@ def _sum_of(numbers: random.Random) -> str:
     )
 
 
-# Prompts on which acceptance is measured. Training never sees them or their topics' templates with the same words.
+# Prompts on which acceptance is measured. Equal prompts are removed from the training prompts.
 HELD_OUT = (
     # questions
     "What is the capital of Portugal, and what is it known for?",

@@ -48,12 +48,12 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class Progress:
-    """Mean over the steps since the last report.
+    """Progress of a training run.
 
     Attributes:
         step: number of completed steps.
         seconds: time since the start of training.
-        losses: KL divergence of each draft of a chain, in nats per token.
+        losses: KL divergence of each draft of a chain in nats per token, averaged over the steps since the last report.
     """
 
     step: int
@@ -78,7 +78,7 @@ def train(
         report: called every ``report_every`` steps and after the last step.
 
     Returns:
-        Facts about the run: settings, number of steps, seconds, seconds per step, slots per step that count.
+        Facts about the run: the settings, number of steps, seconds, and mean number of counted slots per step.
     """
     dtype = product_dtype()
     lm_head = head_weight(target).astype(dtype)
@@ -155,7 +155,7 @@ def _surrogate(
 
 
 def _next_slots(array: mx.array) -> mx.array:
-    """Return [B, L, ...] shifted so that each slot has the values of the next slot. The last slot's are arbitrary."""
+    """Return [B, L, ...] shifted so that each slot has the values of the next slot. The last slot is arbitrary."""
     return mx.roll(array, -1, axis=1)
 
 

@@ -33,7 +33,10 @@ from tools.compare.peers import OURS, running
 
 
 def worker_of(server_pid: int) -> int | None:
-    """Return the id of the engine's process of a server. A spare process is younger."""
+    """Return the process id of a server's engine; None if the engine has no process.
+
+    The engine's process has the lowest id, because a spare process starts later.
+    """
     listed = subprocess.run(
         ["ps", "-A", "-o", "pid=", "-o", "ppid=", "-o", "command="], capture_output=True, text=True, check=True
     )

@@ -22,13 +22,16 @@ Parts = dict[str, Any]
 
 
 def events_of(line: str) -> list[Any]:
-    """Return the JSON of a line of an event stream, of JSON lines, or of a whole body. Other lines have none."""
+    """Return the JSON object of a line of an event stream, of JSON lines, or of a whole body, as a list of one.
+
+    The list is empty for other lines.
+    """
     text = line.removeprefix("data: ")
     return [json.loads(text)] if text[:1] == "{" else []
 
 
 def error_of(event: Any) -> str | None:
-    """Return the message of an event that reports an error."""
+    """Return the error of an event as JSON text; None if the event does not report an error."""
     response = event.get("response")  # a text in Ollama's API
     error = event.get("error") or (response.get("error") if isinstance(response, dict) else None)
     if error or event.get("type") in ("error", "response.failed"):

@@ -36,7 +36,7 @@ class Pause:
     Attributes:
         start: time between the death and the start of the load.
         load: load of the model.
-        recompute: time between the end of the load and the next part of the last stream.
+        recompute: time between the end of the load and the moment when every stream has had its next part.
     """
 
     start: float
@@ -52,7 +52,7 @@ class Report:
         num_streams: number of clients.
         kinds: number of deaths by kind.
         tally: results of the requests.
-        pauses: pauses after processes that were replaced before their next death.
+        pauses: pauses after deaths whose new process was not killed during its load. Failed steps have none.
         hang_seconds: duration of each hang in seconds, until the server has replaced the process.
         problems: counters that have decreased, and hangs that the server has not noticed.
         counts: increases of counters of the server.
@@ -94,7 +94,7 @@ class Deaths:
 
     Args:
         streams: clients of the server.
-        find_pid: function that returns the id of the engine's process.
+        find_pid: function that returns the id of the engine's process, or None if there is none.
         kinds: kinds of deaths, from :data:`KINDS`.
         gap: largest time between the end of a restart and the next death in seconds.
         seed: seed of the kinds and moments.
@@ -165,7 +165,11 @@ class Deaths:
             self._recent.popleft()
 
     async def _die(self, kind: str, report: Report) -> None:
-        """End the process of the engine, or make a step fail. Return when the process has ended."""
+        """End the engine's process, and wait until it no longer exists. The kind ``error`` only makes a step fail.
+
+        Raises:
+            RuntimeError: no process of the engine was found within ``_READY_SECONDS``.
+        """
         pid = await self._until(self._find_pid, "a process of the engine")
         os.kill(pid, KINDS[kind])
         if kind == "error":
@@ -182,7 +186,11 @@ class Deaths:
             report.hang_seconds.append(time.monotonic() - began)
 
     async def _until_restarted(self, num_before: float) -> None:
-        """Wait for a restart after the first ``num_before`` ones."""
+        """Wait until the engine has restarted more than ``num_before`` times.
+
+        Raises:
+            RuntimeError: the engine has no new process after ``_READY_SECONDS``.
+        """
         deadline = time.monotonic() + _READY_SECONDS
         while await self._streams.num_restarts() <= num_before:
             await asyncio.sleep(_POLL_SECONDS)
@@ -200,7 +208,7 @@ class Deaths:
 
     @staticmethod
     def _compared(before: dict[str, float], after: dict[str, float], report: Report) -> dict[str, float]:
-        """Report counters that have decreased. Return the later ones."""
+        """Add counters that have decreased to the report's problems. Return ``after``."""
         report.problems += [
             f"{name} has gone from {value:g} to {after.get(name, 0.0):g}"
             for name, value in before.items()

@@ -52,7 +52,7 @@ def hybrid_model(folder: Path, demo: str) -> BenchmarkModel:
 
 
 def adapted_model(folder: Path, model: str) -> BenchmarkModel:
-    """Write two LoRA adapters for the attention of a model whose configuration has the names of a Llama's."""
+    """Write two LoRA adapters for q_proj and v_proj of a model whose configuration has the same keys as a Llama's."""
     load_optimized_blas()
     from tools.fixtures.lora_adapters import products_for, write_peft
 
@@ -70,7 +70,7 @@ def adapted_model(folder: Path, model: str) -> BenchmarkModel:
 
 
 def ranked_model(folder: Path, model: str) -> BenchmarkModel:
-    """Use the smallest number of ranks that divides the KV heads: 3 for the demo model."""
+    """Return the model with the smallest number of ranks above 1 that divides the KV heads: 3 for the demo model."""
     num_kv_heads = _config_of(model)["num_key_value_heads"]
     num_ranks = next(size for size in range(2, num_kv_heads + 1) if num_kv_heads % size == 0)
     return BenchmarkModel(model, ("--tensor-parallel-size", str(num_ranks)))
@@ -82,7 +82,7 @@ def _config_of(model: str) -> dict[str, Any]:
     return config
 
 
-# Functions of an empty folder and the model that was asked for.
+# Kind of model -> function that prepares the model. Its arguments are an empty folder and the argument of --model.
 MODELS: dict[str, Callable[[Path, str], BenchmarkModel]] = {
     "attention": lambda folder, model: BenchmarkModel(model),
     "hybrid": hybrid_model,

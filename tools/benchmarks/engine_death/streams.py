@@ -39,6 +39,7 @@ class Tally:
     """Results of requests.
 
     Attributes:
+        num_answers: number of whole answers, equal or different.
         lost: errors of requests without a whole answer.
         different: differences of answers from undisturbed ones.
     """
@@ -68,7 +69,7 @@ class Streams:
         self._client = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, limits=limits, trust_env=False)
 
     async def answer_once(self, requests: Sequence[MixedRequest]) -> None:
-        """Send each request once, without deaths, and keep the answers. Raises RuntimeError if one is lost."""
+        """Send each request once, without deaths, and store the answers. Raises RuntimeError if an answer is lost."""
         tally = Tally()
         await self._send_all(iter(requests), tally)
         if tally.lost:

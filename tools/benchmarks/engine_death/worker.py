@@ -22,7 +22,10 @@ LOADS = "ENGINE_DEATH_LOADS"
 
 
 def failing(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that builds the same engine, whose next step fails after each SIGUSR2."""
+    """Return a function that builds an engine with ``build``. After each SIGUSR2, the engine's next step fails.
+
+    Installs the signal handler at once. If ``LOADS`` is set, each load appends its start and end to that file.
+    """
     is_wanted = threading.Event()
     signal.signal(signal.SIGUSR2, lambda number, frame: is_wanted.set())
 

@@ -1,4 +1,4 @@
-"""Functions shared by all scripts here. They run in a client's environment, so they use only Python's own library."""
+"""Functions shared by the scripts of this folder. They run in a client's environment and use only Python's library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def try_all(*attempts: Callable[[], object]) -> None:
 
 
 def expect(condition: object, what: object) -> None:
-    """Fail an attempt if ``condition`` is false, with ``what`` as the actual result."""
+    """Raise AssertionError if ``condition`` is false. The message has ``what``, the actual result."""
     if not condition:
         raise AssertionError(f"got {str(what)[:300]!r}")
 
@@ -40,7 +40,12 @@ def expect_paris(text: object) -> None:
 
 
 def run(*command: str, cwd: Path | None = None, **env: str) -> str:
-    """Run a program of this environment and return its output. Raises with the output if the program fails."""
+    """Run a program of this environment and return its output, errors included.
+
+    Raises:
+        AssertionError: the program failed. The message has the end of its output.
+        subprocess.TimeoutExpired: the program took longer than 540 s.
+    """
     program = Path(sys.executable).parent / command[0]
     done = subprocess.run(
         [str(program), *command[1:]],

@@ -1,7 +1,7 @@
 """EleutherAI's lm-evaluation-harness on a custom task that needs no download.
 
-Three multiple choices (log likelihoods of given texts) and three completions, both without a tokenizer in lm-eval and
-with the server's tokenizer.
+Three multiple choices (log likelihoods of given texts) with the server's tokenizer, and three completions, with the
+server's tokenizer and without a tokenizer in lm-eval.
 """
 
 from __future__ import annotations

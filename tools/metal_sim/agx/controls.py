@@ -35,7 +35,7 @@ class Control:
 
     @property
     def unit(self) -> str:
-        """Translation unit of the kernel."""
+        """Translation unit of the kernel. Raises ToolchainError if MLX's header lacks an expected statement."""
         text = with_includes(f"{_KERNELS}/{self.header}", behind=f"{_KERNELS}/utils.h")
         for old, new in _TWEAKS if self.generic else ():
             if old not in text:

@@ -80,7 +80,11 @@ def instructions(printed: str) -> list[Instruction]:
 
 
 def loops_of(code: list[Instruction]) -> tuple[Loop, ...]:
-    """Return the loops in the order of their addresses, outer loops first."""
+    """Return the loops in the order of their addresses, outer loops first.
+
+    Raises:
+        ToolchainError: a branch leads into the middle of an instruction.
+    """
     ranges = []
     for i in code:
         offset = re.fullmatch(r"-(\d+)", i.operands.strip())

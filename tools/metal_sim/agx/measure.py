@@ -93,10 +93,10 @@ def uses_tensor_ops(variant: Variant) -> bool:
 
 
 def only_way(text: str, way: str) -> str:
-    """Return the text of paged_attention without the other way.
+    """Return the text of paged_attention in which all threadgroups compute in one way of :data:`WAYS`.
 
     Raises:
-        ToolchainError: the text has no such line.
+        ToolchainError: the text lacks the line to replace.
     """
     line, replacement = WAYS[way]
     if text.count(f"\n{line}") != 1:

@@ -63,7 +63,7 @@ class Packages:
 
 
 def _mirror() -> str:
-    """Return the URL of the Debian mirror in this machine's apt configuration."""
+    """Return the URL of the Debian mirror in this machine's apt configuration. Raises ToolchainError without one."""
     done = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if re.search(r"/debian/?$", line):
@@ -72,7 +72,11 @@ def _mirror() -> str:
 
 
 def _fetch(folder: Path) -> list[Path]:
-    """Download the packages into ``folder``, and the dependencies of ``WITH_DEPENDENCIES``. Return their paths."""
+    """Download the packages into ``folder``, and the dependencies of ``WITH_DEPENDENCIES``. Return their paths.
+
+    Raises:
+        ToolchainError: apt failed, or has no Debian mirror.
+    """
     for name in ("lists/partial", "archives/partial", "sources"):
         (folder / name).mkdir(parents=True)
     (folder / "status").touch()

@@ -44,7 +44,7 @@ _TRANSLATE = ["--spirv-max-version=1.4"]
 
 
 def _id(p: Parameter) -> str:
-    """Return the declaration of a thread attribute as a variable."""
+    """Return the declaration of a thread attribute as a variable. Raises ToolchainError for an unknown attribute."""
     expression = _IDS.get(p.attribute or "")
     if not expression:
         raise ToolchainError(f"agx/spirv.py does not know the thread attribute {p.attribute}")
@@ -97,6 +97,7 @@ def spirv_of(unit: str, name: str, packages: Packages) -> Path:
 
     Raises:
         CheckError: the unit does not compile.
+        ToolchainError: clang rejects its own output.
     """
     sources = [(HERE / name).read_text() for name in _SOURCES]
     kept = cache_dir() / f"{key_of('spirv', unit, packages.key, *sources)}.spv"

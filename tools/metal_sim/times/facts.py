@@ -84,7 +84,7 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes that a step's time depends on. ``weights``: weights of all layers. ``head``: weights of the LM head."""
+    """Sizes that a step's time depends on. ``weights`` and ``head`` are the numbers of weights: layers and LM head."""
 
     name: str
     layers: int

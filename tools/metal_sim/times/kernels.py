@@ -47,7 +47,10 @@ def cycles_of(code: Sequence[Instruction]) -> float:
 
 
 def _products(code: Sequence[Instruction]) -> int:
-    """Return the number of matrix products in a loop over keys. Two multiply-adds stand for one product."""
+    """Return the number of matrix products in a loop over keys, rounded down to a multiple of PRODUCTS.
+
+    In the compiled code, two multiply-adds replace one product.
+    """
     return sum(i.name == "ffma" for i in code) // 2 // PRODUCTS * PRODUCTS
 
 

@@ -28,7 +28,12 @@ def attention_seconds(launches: Sequence[Launch], chip: Chip) -> float:
 
 
 def step_seconds(work: Workload, model: Model, chip: Chip, attention: float, bits: float = 16) -> float:
-    """Return the time of a step. ``attention``: seconds of one layer's attention."""
+    """Return the time of a step in seconds.
+
+    Args:
+        attention: seconds of one layer's attention.
+        bits: bits per weight.
+    """
     rows = work.requests * work.query
     memory = (model.weights + model.head) * bits / 8 / (chip.bandwidth * facts.BANDWIDTH_SHARE)
     products = 2 * (model.weights * rows + model.head * work.requests)
