@@ -286,7 +286,9 @@ class ModelRunner:
         if not len(batch.pending_rows):
             return mx.array(batch.input_ids)
         samples = self._steps[-1].sampling.tokens
-        assert samples is not None
+        if samples is None:  # the previous step has failed before its sampling was built, so this step is dropped
+            assert self._steps[-1].error is not None
+            return mx.array(batch.input_ids)
         if batch.is_continued(samples.size):
             return samples
         input_ids = mx.array(batch.input_ids)

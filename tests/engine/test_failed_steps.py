@@ -24,12 +24,12 @@ from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.step import ModelOutput
 from tests.support.demo import engine_for
 from tests.support.running import add_all, drain, run
 from tests.support.sweeps import sweep
-from tests.support.tiny_engine import run_pooling, tiny_engine, token_ids, with_vocabulary
+from tests.support.tiny_engine import run_all, run_pooling, tiny_engine, token_ids, with_vocabulary
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
@@ -360,3 +360,29 @@ def test_an_error_on_both_streams_is_raised_once() -> None:
         step.wait()
     step.root = [mx.array(1) + 1]
     step.wait()
+
+
+@pytest.mark.parametrize("mode", ["ahead", "behind"])
+def test_a_step_that_fails_before_its_sampling_is_built(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its grammar's masks were to follow. The step built on it, which lacks samples, is no second failure."""
+    digits = replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[0-9]{9}"), ignore_eos=False)
+    requests = [(PROMPTS[0], digits), (PROMPTS[1], GREEDY)]
+    expected = [token_ids(outputs) for outputs in run_all(tiny_engine(), requests)]
+    engine = tiny_engine(**{mode: True})
+    dispatch, evaluate = ModelRunner._dispatch, mx.async_eval
+    num_raised = 0
+
+    def failing(*arrays: Any) -> None:
+        nonlocal num_raised
+        monkeypatch.setattr(mx, "async_eval", evaluate)
+        num_raised += 1
+        raise RuntimeError("refused while dispatching")
+
+    def dispatched(runner: ModelRunner, step: PendingStep, logits: mx.array | None = None) -> None:
+        if logits is not None and not num_raised:
+            monkeypatch.setattr(mx, "async_eval", failing)
+        dispatch(runner, step, logits)
+
+    monkeypatch.setattr(ModelRunner, "_dispatch", dispatched)
+    assert [token_ids(outputs) for outputs in run_all(engine, requests)] == expected
+    assert engine.metrics.num_failed_steps == num_raised == 1
