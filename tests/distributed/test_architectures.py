@@ -32,6 +32,10 @@ from tools.fixtures.tiny_models import random_model
 ROOT = Path(__file__).parents[2]
 # With three layers on each of two ranks, the first shard ends with a recurrent layer. With two layers, with attention.
 UNEVEN_PIPELINE = RankCase(architecture="qwen3_next", parallel="pipeline", requests="short", num_layers=6)
+# Their small configurations have an odd number of KV heads, or weights that are not divided.
+REFUSED = {"prism_hadamard_qwen35", "step3p5"}
+# One of two layers is recurrent, and each rank of a pipeline needs a recurrent layer.
+TOO_FEW_LAYERS = ("prism_hadamard_qwen35",)
 
 
 def divided() -> list[RankCase]:
@@ -43,7 +47,7 @@ def divided() -> list[RankCase]:
         model: nn.Module = model_class(args_class.from_dict(config))
         if hasattr(model, "shard"):
             cases.append(RankCase(architecture=name, requests="short"))
-        if hasattr(getattr(model, "model", None), "pipeline"):
+        if hasattr(getattr(model, "model", None), "pipeline") and name not in TOO_FEW_LAYERS:
             cases.append(RankCase(architecture=name, parallel="pipeline", requests="short"))
     return [*cases, UNEVEN_PIPELINE, replace(UNEVEN_PIPELINE, ahead=True)]
 
@@ -53,9 +57,11 @@ def test_all_architectures_that_can_be_divided(tmp_path: Path) -> None:
     cases = divided()
     names = {case.architecture for case in cases if case.parallel == "tensor"}
     assert len(names) >= 16
-    for case, found in zip(cases, run_on_ranks(cases, tmp_path), strict=True):
-        assert not isinstance(found, str), (case.name, found)
-        check_equal(case, run_case(case, make_runner(case)), found)
+    results = list(zip(cases, run_on_ranks(cases, tmp_path), strict=True))
+    assert {case.architecture for case, found in results if isinstance(found, str)} == REFUSED
+    for case, found in results:
+        if not isinstance(found, str):
+            check_equal(case, run_case(case, make_runner(case)), found)
 
 
 @pytest.fixture

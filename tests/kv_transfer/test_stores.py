@@ -217,13 +217,16 @@ root, kills = sys.argv[1], int(sys.argv[2])
 size = 40 * len(t.stored(0)[0][1])
 blocks = [t.stored(seed)[0] for seed in range(50)]
 rng = random.Random(0)
+ready, begun = os.pipe()
 for kill in range(kills):
     pid = os.fork()
     if pid == 0:
         store = t.DiskStore(root, t.FINGERPRINT, max_size=size)
+        os.write(begun, b".")
         while True:
             for one in blocks:
                 store.put([one])
+    os.read(ready, 1)  # on a busy machine, it would otherwise be killed before it writes
     time.sleep(rng.uniform(0.0, 0.008))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
