@@ -67,7 +67,9 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
 
 
 def tool_parameters(i: int, tool: dict[str, Any]) -> Schema:
-    """Return the schema of a tool's arguments. Adds the type "object" if the tool does not declare it.
+    """Return the schema of a tool's arguments.
+
+    The type of the result is "object", even if the tool declares no type or a list of types.
 
     The schema of a tool without parameters allows no arguments. If the tool's ``strict`` is true, objects are closed
     (:func:`metal_engine.json_schemas.closed.closed`). If ``strict`` is false, objects are marked as open by

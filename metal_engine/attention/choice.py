@@ -273,7 +273,10 @@ def _unsupported_property(kind: AttentionKind, block_size: int) -> str:
 
 
 def _all_work(metal: MetalBackend, kinds: Iterable[AttentionKind], block_size: int) -> bool:
-    """Return True if the kernel works for all kinds of layers with their cuts. Log the first failure."""
+    """Return True if ``metal`` passes :func:`try_kernel` for each kind of layer, with the cut of the kind.
+
+    Log the first failure, and skip the other kinds.
+    """
     for kind in kinds:
         try:
             try_kernel(metal, kind, block_size)

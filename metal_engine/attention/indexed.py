@@ -63,7 +63,10 @@ class SelectionSize:
         return self.top_k * self.block_size
 
     def num_seen(self, positions: np.ndarray) -> np.ndarray:
-        """Return the number of selected keys that rows see, by their positions. A row's own block must be local."""
+        """Return the number of visible selected keys of the row at each position. Keys after a row are not visible.
+
+        For blocks of several keys, each row must select the block of its own position (``num_local`` above 0).
+        """
         last = (self.top_k - 1) * self.block_size + positions % self.block_size + 1
         return np.minimum(positions + 1, last)
 

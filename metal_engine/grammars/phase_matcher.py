@@ -48,7 +48,7 @@ class PhaseRules:
 
     @cached_property
     def phases_before_structure(self) -> frozenset[FreePhase]:
-        """Phases that a structured output follows."""
+        """Free phases with a mark that begins a structured output. A mark that begins a tool call does not count."""
         targets = ((phase, mark.target) for phase, marks in self.marks.items() for mark in marks)
         return frozenset(phase for phase, target in targets if isinstance(target, Segment) and not target.is_call)
 

@@ -92,7 +92,7 @@ class GrammarServer:
     Args:
         compiled: matcher of the compiled grammar.
         tokenizer: tokenizer of the grammar.
-        growth: growth of this process.
+        growth: measures the memory growth of this process, which is limited.
         channel: socket of this process, which the fork closes.
         is_segment: True for the grammar of a segment, which other text may follow. An answer then reports the end of
             the segment.

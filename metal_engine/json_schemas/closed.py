@@ -183,7 +183,10 @@ class _Closing:
 
     @staticmethod
     def _part(schema: Schema, role: _Role) -> _Role:
-        """Return the role of the schemas under an applicator of ``schema``."""
+        """Return the role of the subschemas that ``schema`` applies to its own value, as by ``allOf`` or ``$ref``.
+
+        ``role`` is the role of ``schema``.
+        """
         if role.is_whole and is_composed(schema):
             return _Role(False, role.shared)
         return role

@@ -157,8 +157,12 @@ def _check_logits(
 def _run(paged: PagedModel, backend: AttentionBackend, requests: _Requests) -> list[np.ndarray]:
     """Run the requests. Return the logits of each request's last row, [2, vocab_size] float32 for each step.
 
-    Allocates and releases the pool. Raises UnsupportedModelError if a step fails, or a layer did not write once and
-    attend at least once in each step.
+    Allocates and releases the pool.
+
+    Raises:
+        UnsupportedAttentionError: the attention backend does not support a layer.
+        UnsupportedModelError: a step failed for another reason, or a layer did not write exactly once and attend at
+            least once in each step.
     """
     before = [(cache.num_writes, cache.num_reads) for cache in paged.layer_caches]
     paged.pool.allocate(requests.block_table.size, requests.block_size, _NUM_STATE_SLOTS)

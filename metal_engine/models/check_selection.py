@@ -91,8 +91,9 @@ class _ComparingCache(IndexOwner):
         """Run mlx-lm's index over a whole prompt, and update the check's ``worst`` with the difference.
 
         Returns:
-            The keys that the packed steps have selected, as mlx-lm's index returns them. None if mlx-lm's index selects
-            no keys. If the packed steps have selected another number of keys, or later keys, mlx-lm's own selection.
+            The selection of the packed steps, in the format of mlx-lm's index. None if mlx-lm's index selects no keys.
+            If a row of the packed steps selected a different number of keys or a key after the row, ``worst`` becomes
+            infinite, and the result is the selection of mlx-lm's index.
         """
         own = index.own_selection(x, qr, mask, self._own)
         if own is None:

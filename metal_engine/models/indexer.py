@@ -43,7 +43,7 @@ class PagedIndex(nn.Module):
     :func:`patch_indexers` changes a module to this class.
 
     Attributes:
-        small: attributes of the module -> their largest values in the check at load.
+        small: map from names of the module's attributes to the maximum values that the check at load uses.
         ranks: group of the ranks that share the selections; None if a rank uses only its own.
         can_share: True if ranks that divide a model's heads use the selections of rank 0.
         has_weights: True if one score is the weighted sum of all heads.

@@ -86,7 +86,11 @@ def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedMode
 
 
 def _is_shard(whole: Recorder, shard: Recorder, size: int) -> bool:
-    """Return True if a layer of the shard has one of ``size`` equal parts of the whole layer's state and heads."""
+    """Return True if a layer's shard has the state and heads of one of ``size`` ranks.
+
+    A rank has 1 / ``size`` of the query heads, the KV heads and the recurrent state. Latents, index keys and stored
+    token ids are not divided: each rank has all of them.
+    """
     match whole.spec, shard.spec:
         case RecurrentSpec(), RecurrentSpec():
             if not mx.issubdtype(whole.spec.dtype, mx.floating):  # earlier token ids, which all ranks store

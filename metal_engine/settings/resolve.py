@@ -324,9 +324,9 @@ def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
 
 
 def _uncut_tokens(args: EngineArgs, model: ModelInfo) -> int:
-    """Return the number of a step's tokens for an image that no chunk may cut, with the blocks at its ends.
+    """Return the tokens of the largest image plus one block at each end, if one chunk must contain a whole image.
 
-    Return 0 if chunks may cut images, or if images are refused.
+    Return 0 if a chunk may end within an image, or if images are refused.
     """
     vision = model.vision
     if vision is None or not vision.bidirectional_layers or model.image_refusal is not None:

@@ -69,7 +69,11 @@ def _arrays(result: Any) -> list[Any]:
 
 @contextmanager
 def instrumented(clock: Clock) -> Iterator[None]:
-    """Time every operation of all models of the process inside the context. Replaces functions until its end."""
+    """Time the main operations of all models in this process until the context ends.
+
+    These are linear layers, embeddings, RMSNorm, RoPE, KV writes, attention, Llama's SwiGLU and sampling. Their
+    functions are replaced inside the context.
+    """
     import mlx.nn as nn
     import mlx_lm.models.llama as llama
 

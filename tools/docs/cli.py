@@ -19,8 +19,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 def table(cls: type, same_as: type | None = None, command: str = "") -> str:
     """Return a dataclass's settings as Markdown, below their headings if they have any.
 
-    Settings that are the same in the dataclass ``same_as`` share one row, which refers to its command. The page
-    explains bold flags, defaults in parentheses, and rows of settings without a flag above its tables.
+    Settings with the same name and help in the dataclass ``same_as`` share one row, which refers to ``command``. The
+    introduction of the page explains the notation: bold flags, defaults in parentheses, and settings without a flag.
     """
     rows = ["| flag | |", "| --- | --- |"]
     known = [] if same_as is None else [(_names(one), help_text(one)) for one in settings_of(same_as)]

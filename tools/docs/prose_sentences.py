@@ -228,7 +228,10 @@ def _messages(path: str, tree: ast.AST, docstrings: set[int]) -> Iterator[Senten
 
 
 def markdown_sentences(path: str, source: str) -> Iterator[Sentence]:
-    """Yield the sentences of a Markdown file. Skips code, headings, links alone on a line and HTML comments."""
+    """Yield the sentences of a Markdown file.
+
+    Skips code, headings, quotes, HTML comments, short table cells, and sentences that begin with a link.
+    """
     paragraph: list[tuple[int, str]] = []
     is_in_fence = is_in_html = False
 

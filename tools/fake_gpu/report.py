@@ -171,7 +171,10 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
 
 
 def missed_figures(case: ReportCase, measured: Measured, limits: tuple[int, int]) -> list[str]:
-    """Return the figures that a case misses. Only cases with the engine's limits have figures."""
+    """Return a message for each required figure that a case misses.
+
+    Return no messages if the case has other command buffer limits than ``limits``.
+    """
     if case.limits != limits:
         return []
     missed = []

@@ -155,7 +155,10 @@ SHAPES = (
 
 
 def run(shape: SimShape) -> list[LaunchCounts]:
-    """Run one layer of the shape with its other requests in the simulated backend, in float16."""
+    """Run one layer's attention for the requests of ``shape.segments`` and ``shape.others`` in the simulated backend.
+
+    Queries are float16. K and V are float16, or quantized if ``shape.quantized`` is set.
+    """
     from metal_engine.attention.metal.backend import MetalBackend
     from metal_engine.kv_cache.rows import step_rows
     from tools.fixtures.packed_step import kv_state, latent_state, quantized_state

@@ -126,10 +126,14 @@ class CacheAware:
 
 
 class Exact:
-    """Chooses the replica whose cache holds most of the prompt now. Among equal replicas, chooses the least loaded.
+    """Chooses the replica whose cache has the longest prefix of the prompt now.
+
+    If several replicas have the longest prefix, chooses the least loaded of them. If the load of that replica exceeds
+    the limits ``balance_abs`` and ``balance_rel``, chooses the least loaded of all healthy replicas.
 
     Args:
-        num_cached: returns how many leading blocks a replica has cached. smg gets this from engines that publish it.
+        num_cached: returns the number of the prompt's leading blocks in a replica's cache. The gateway smg gets this
+            number from engines that publish it.
     """
 
     def __init__(

@@ -186,7 +186,7 @@ class MetalStep:
     def select_keys(self, plan: SelectionPlan, index: IndexQueries, state: IndexState, common: Common) -> KeySelection:
         """See :meth:`metal_engine.attention.backend.StepAttention.select_keys`.
 
-        MLX's operations select keys of shapes that the kernels do not support.
+        If the kernels do not support the shape of the index, MLX's operations select the keys.
         """
         kernels = self.backend.index_kernels
         if kernels is None or kernels.unsupported(index, state.spec, self.rows.block_size):

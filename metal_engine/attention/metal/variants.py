@@ -259,9 +259,10 @@ def _parts(dim: int, strips: int) -> int:
 
 
 def _parts_of_groups(shape: AttentionShape, strips: int, parts: int) -> int:
-    """Reduce ``parts`` until each SIMD group has whole groups of quantized columns, if registers allow it.
+    """Return ``parts``, halved until each SIMD group has only whole quantization groups of V's columns.
 
-    If SIMD groups share a group of columns, each of them reads the group's scale.
+    Stops earlier if a lane would need more than ``ROWS_REGISTERS`` registers for the queries and the output. If SIMD
+    groups share a quantization group, each of them reads its scale.
     """
 
     def registers(parts: int) -> int:  # registers of a lane for the queries and the output

@@ -198,7 +198,7 @@ class CompileClock:
         self.seconds: dict[Hashable, float] = {}
 
     def make(self, **arguments: Any) -> Callable[..., Any]:
-        """Return the kernel that the factory makes from ``arguments``, with a clock."""
+        """Make a kernel from ``arguments``. Return a launch function that times the first launch of each variant."""
         kernel, name = self._factory(**arguments), arguments["name"]
 
         def launch(*, inputs: list[mx.array], template: Any = (), **options: Any) -> Any:

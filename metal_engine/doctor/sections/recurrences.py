@@ -179,7 +179,7 @@ def gated_delta_layer(
 
     Args:
         rows: requests, and tokens of each.
-        each_key: True for a gate for each key of a head, False for one gate for each head.
+        each_key: True for one gate for each of a head's ``dim`` key channels, False for one gate for each head.
     """
     normal = partial(_normal, dtype, *rows)
     q, k = gated_delta.normalize_qk(normal(k_heads, dim), normal(k_heads, dim), inv_scale=dim**-0.5, eps=1e-6)

@@ -1,7 +1,8 @@
-"""Server side of the parts of an engine in another process: its calls, grammars and frames.
+"""Server's interface to an engine in another process: calls, grammars and frames.
 
-The process holds a grammar, an adapter or the inputs of an image until the server releases it. The server may drop its
-last reference in any thread, so the release is sent later, with another message or when the process sends its stats.
+The engine's process holds a grammar, an adapter or the inputs of an image until the server sends a release. The server
+may drop its last reference in any thread, so the release is queued. The server sends queued releases together with
+another message, or when stats from the engine's process arrive.
 """
 
 from __future__ import annotations

@@ -70,7 +70,10 @@ class RemoteImages:
         return tuple(found.values())
 
     def _keep(self, inputs: RemoteImageInputs) -> None:
-        """Mark inputs as the most recent. Release the least recent inputs while all exceed the maximum size."""
+        """Mark inputs as the most recent.
+
+        Drop references to the least recent inputs while the total size of recent inputs exceeds the maximum.
+        """
         if inputs.content_hash not in self._recent:
             self._recent[inputs.content_hash] = inputs
             self._num_recent_bytes += inputs.num_bytes

@@ -40,7 +40,8 @@ def read_request(
         num_earlier_characters: number of characters of the response with the id ``previous_response_id``.
 
     Raises:
-        APIError: :func:`to_chat` failed, or the fields to repeat or the conversation are too large.
+        APIError: :func:`to_chat` failed, the fields that the response repeats are too large, or the conversation has
+            too many items.
     """
     repeated = {name: value for name, value in body.model_dump(include=_REPEATED).items() if value is not None}
     repeated |= {"text": {"format": {"type": "text"}}}

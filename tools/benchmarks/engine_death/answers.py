@@ -75,7 +75,10 @@ def _one(place: str, values: list[Any]) -> Any:
 
 
 def difference(ours: Parts, theirs: Parts) -> str:
-    """Return the first difference of two answers; an empty text if they are equal."""
+    """Return a description of the first difference of two answers; an empty text if there is none.
+
+    Floats may differ by ``TOLERANCE``.
+    """
     for place in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(place), theirs.get(place)
         if a != b and not _is_close(a, b):
