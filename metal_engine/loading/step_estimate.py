@@ -19,6 +19,8 @@ _LOGITS_ARRAYS = 14
 # Number of arrays of the size of all logits that can exist while the last layer is computed.
 _EARLY_LOGITS_ARRAYS = 2
 _NUMBER_BYTES = 4
+# Memory of small arrays, such as positions, masks and block tables. It matters for tiny models only.
+_SMALL_BYTES = 1 << 16
 
 
 def estimate_step_bytes(
@@ -50,4 +52,4 @@ def estimate_step_bytes(
     else:  # a GPU holds the buffers of work submitted together until all of it is done
         step = layers + _LOGITS_ARRAYS * logits
     cache = (num_tokens + num_rows * block_size) * info.kv_bytes_per_token + states
-    return step + max(0, cache - kv_bytes)
+    return step + max(0, cache - kv_bytes) + _SMALL_BYTES
