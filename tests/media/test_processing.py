@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -38,6 +39,8 @@ from tests.support.serving import wait_until
 IMAGE = 7
 VISION = replace(image_serving.VISION, image_token_id=IMAGE)
 _UNIT = 1 if sys.platform == "darwin" else 1024
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +94,18 @@ def test_hostile_files_are_named(processing: ImageProcessing, name: str) -> None
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * _UNIT < 16 << 20
 
 
+def reset_malloc() -> None:
+    """Return freed memory to the system, and future freed memory as early as a new process does.
+
+    Otherwise, the growth of a fork would depend on what earlier tests allocated and freed.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
+        libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+        libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
+
+
 def run_forked(data: bytes, seconds: float = 30.0, vision: VisionConfig = VISION) -> tuple[list[bytes], int]:
     """Process a file in a fork. Return its answers and its exit status."""
     ours, theirs = socket.socketpair()
@@ -100,6 +115,7 @@ def run_forked(data: bytes, seconds: float = 30.0, vision: VisionConfig = VISION
     if pid == 0:
         try:
             ours.close()
+            reset_malloc()
             process.serve_images(theirs, families)
         finally:
             os._exit(0)
