@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of connections accepted in one call.
 _MOST_AT_ONCE = 64
-# Seconds until the next attempt to accept: after descriptors or memory ran out, and at the limit of connections.
-_SHORTAGE_SECONDS = 0.2
+# Seconds until the next attempt to accept: after an error, and at the limit of connections.
+_ERROR_SECONDS = 0.2
 _FULL_SECONDS = 0.05
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TLS_SHUTDOWN_SECONDS = 5.0
@@ -94,7 +94,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                self._on_shortage(error)
+                self._on_error(error)
                 return
             self._is_short, self._held = False, None
             accepted.setblocking(False)
@@ -108,18 +108,20 @@ class Acceptor:
             self._tasks.add(task)
             task.add_done_callback(partial(self._on_connected, connection, accepted))
 
-    def _on_shortage(self, error: OSError) -> None:
-        """Log the error, close an idle connection, and retry a moment later.
+    def _on_error(self, error: OSError) -> None:
+        """Log the error and retry a moment later. If descriptors or memory are short, close an idle connection.
 
         The new connection stays in the socket's queue.
         """
         if error.errno not in _SHORTAGES:
             logger.error("cannot accept a connection: %s", error)
-        elif not self._is_short:
-            self._is_short = True
-            logger.error("cannot accept a connection (%s): raise the limit of open files (ulimit -n)", error.strerror)
-        self._connections.evict_oldest()
-        self._wait(_SHORTAGE_SECONDS)
+        else:
+            if not self._is_short:
+                self._is_short = True
+                reason = error.strerror
+                logger.error("cannot accept a connection (%s): raise the limit of open files (ulimit -n)", reason)
+            self._connections.evict_oldest()
+        self._wait(_ERROR_SECONDS)
 
     def _wait(self, seconds: float) -> None:
         self._loop.remove_reader(self.sockets[0].fileno())

@@ -285,14 +285,25 @@ def test_limits_of_the_process() -> None:
     assert result.stdout == "ModelLoadError True\n", result.stderr
 
 
-def test_accepting_while_descriptors_run_out(hurried: Served) -> None:
-    """The server retries at intervals instead of constantly, and then resumes accepting."""
+@pytest.mark.parametrize(("number", "evicts"), [(errno.EMFILE, True), (errno.EPROTO, False)])
+def test_accepting_while_the_system_refuses(
+    number: int, evicts: bool, hurried: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server retries at intervals instead of constantly, and then resumes accepting.
+
+    Idle connections are closed only to free what is short.
+    """
     (acceptor,) = hurried.server.servers
     (listening,) = acceptor.sockets
-    num_failed = 0
+    num_failed, num_evicted = 0, 0
 
-    class Short:
-        """The listening socket while the process has too many files open."""
+    def evict_oldest() -> bool:
+        nonlocal num_evicted
+        num_evicted += 1
+        return False
+
+    class Refusing:
+        """The listening socket while the system refuses to accept."""
 
         fileno = listening.fileno
 
@@ -301,8 +312,10 @@ def test_accepting_while_descriptors_run_out(hurried: Served) -> None:
             num_failed += 1
             if num_failed == 3:
                 acceptor.sockets = (listening,)
-            raise OSError(errno.EMFILE, "Too many open files")
+            raise OSError(number, "refused")
 
-    acceptor.sockets = (Short(),)
+    monkeypatch.setattr(hurried.server.connections, "evict_oldest", evict_oldest)
+    acceptor.sockets = (Refusing(),)
     ask(hurried.url)
     assert num_failed == 3
+    assert num_evicted == (3 if evicts else 0)
