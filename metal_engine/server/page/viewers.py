@@ -13,7 +13,7 @@ from functools import partial
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.step_observer import Frame
 from metal_engine.model_pool.model_entry import LoadedEngine
-from metal_engine.server.errors import APIError, model_not_loaded, unavailable
+from metal_engine.server.errors import APIError, model_not_loaded, shutting_down, unavailable
 from metal_engine.server.generation.model_provider import ModelProvider, MultiModel
 from metal_engine.server.generation.streaming import sse
 from metal_engine.server.page.events import event, frame_data, piece_data, snapshot, stats
@@ -174,6 +174,7 @@ class ViewerRegistry:
     def __init__(self, models: ModelProvider) -> None:
         self._models = models
         self._viewers: dict[AsyncEngine, Viewers] = {}
+        self._is_closed = False
         if isinstance(models, MultiModel):
             models.registry.at_unload.append(self._close_viewers)
 
@@ -181,18 +182,22 @@ class ViewerRegistry:
         """Return the viewers of a model. Without a name, the first loaded model is used.
 
         Raises:
-            APIError: status 404 for an unknown model, or 503 if the model is not loaded. Viewing does not load a model.
+            APIError: status 404 for an unknown model. Status 503 for a model that is not loaded, because viewing does
+                not load it, and if the server is about to end.
         """
         loaded = self._models.loaded
         served = self._models.find_loaded(model) if model is not None else loaded[0] if loaded else None
         if served is None:
             raise model_not_loaded()
         if served.engine not in self._viewers:
+            if self._is_closed:
+                raise shutting_down()
             self._viewers[served.engine] = Viewers(served.engine, served.names)
         return self._viewers[served.engine]
 
     def close(self) -> None:
-        """End all streams."""
+        """End all streams, for good."""
+        self._is_closed = True
         for viewers in self._viewers.values():
             viewers.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -198,3 +199,11 @@ def test_the_server_ends_streams_when_it_ends() -> None:
             asyncio.run_coroutine_threadsafe(served.server._lifecycle.drain(1), served.loop).result(DEADLINE)
             assert list(events) is not None  # the stream has ended
         wait_for_nobody(served)
+
+
+def test_a_server_that_ends_has_no_new_viewers() -> None:
+    with serve() as served:
+        asyncio.run_coroutine_threadsafe(served.server._lifecycle.drain(1), served.loop).result(DEADLINE)
+        with CLIENT.stream("GET", served.url + "/watch") as response:
+            assert response.status_code == 503
+            assert json.loads(response.read())["error"]["code"] == "shutting_down"
