@@ -10,8 +10,8 @@ from metal_engine.engine.pooling_defaults import resolve_pooling
 from metal_engine.engine.token_rules_maker import GrammarMaker, TokenRulesMaker
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.lora_adapter import Adapter
+from metal_engine.media.image_preparer import ImagePreparer
 from metal_engine.media.limits import MAX_INPUT_BYTES
-from metal_engine.media.processing import ImageProcessing
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.prompt_images import PromptImages
 from metal_engine.request import PreparedRequest
@@ -44,7 +44,7 @@ class RequestPreparer:
         grammars: factory of grammars; None to compile them in this process.
 
     Attributes:
-        images: processing of images; None if the model takes no images.
+        images: prepares images; None if the model takes no images.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, grammars: GrammarMaker | None = None) -> None:
@@ -52,7 +52,7 @@ class RequestPreparer:
         self._config = config
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size, grammars)
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        self.images = None if config.vision is None else ImageProcessing(config.vision, encode)
+        self.images = None if config.vision is None else ImagePreparer(config.vision, encode)
         self._boundaries = PromptBoundaries(tokenizer) if config.cache.num_state_slots else None
 
     def prepare(

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from metal_engine.errors import short
-from metal_engine.media.decoder import ImageError
-from metal_engine.media.processing import ImageProcessing
+from metal_engine.media.decoder_client import ImageError
+from metal_engine.media.image_preparer import ImagePreparer
 from metal_engine.media.sources import ImageSource
 from metal_engine.prompt_images import PromptImages
 from metal_engine.settings.config import EngineConfig
@@ -48,12 +48,12 @@ def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[Image
 
 
 def insert_images(
-    processing: ImageProcessing | None, prompt: list[int], sources: Sequence[ImageSource], config: EngineConfig
+    preparer: ImagePreparer | None, prompt: list[int], sources: Sequence[ImageSource], config: EngineConfig
 ) -> tuple[list[int], PromptImages | None]:
     """Return the token ids of a prompt with its images, and the images; None in place of the images without sources.
 
     Args:
-        processing: processing of the model's images; None if the model takes no images.
+        preparer: prepares images for the model; None if the model takes no images.
         prompt: token ids with a placeholder for each image.
         sources: image files in the order of the placeholders.
 
@@ -64,13 +64,13 @@ def insert_images(
     """
     if not sources:
         return prompt, None
-    if processing is None:
+    if preparer is None:
         raise ValueError(f"{sources[0].place}: images are not supported: {config.model.image_refusal}")
     try:
-        images = processing.load(sources, allows_files=True, max_tokens=config.scheduler.max_model_len)
+        images = preparer.load(sources, allows_files=True, max_tokens=config.scheduler.max_model_len)
     except ImageError as error:
         raise ValueError(f"{sources[error.index].place}{error.message}") from error
-    return processing.insert(prompt, images)
+    return preparer.insert(prompt, images)
 
 
 def _source(part: Mapping[str, Any], place: str) -> ImageSource:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from metal_engine.media.families.base import ImageFamily
 from metal_engine.media.families.find import FAMILIES, find_family
-from metal_engine.media.processing import ImageProcessing, LoadedImage
+from metal_engine.media.image_preparer import ImagePreparer, LoadedImage
 from metal_engine.prompt_images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS, PromptImages
 from metal_engine.settings.config import VisionConfig
 from metal_engine.text.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class Case:
         def encode(segment: str) -> list[int]:
             return self._tokenizer.encode(segment, add_special_tokens=False)
 
-        return ImageProcessing(self.vision, encode).insert(encode(text), images)
+        return ImagePreparer(self.vision, encode).insert(encode(text), images)
 
 
 AS_NUMPY = {"return_tensors": "np"}

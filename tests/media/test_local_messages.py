@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from metal_engine.media.image_preparer import ImagePreparer
 from metal_engine.media.local_messages import insert_images, split_images
-from metal_engine.media.processing import ImageProcessing
 from tests.support.image_files import encoded, picture
 from tests.support.image_serving import IMAGE, VISION, seeing_config, seeing_tokenizer, shared_decoder
 from tools.fixtures.fake_engine import fake_config
@@ -35,14 +35,14 @@ def test_files_are_inserted(part: dict[str, Any], tmp_path: Path) -> None:
     found, sources = split_images(messages)
     assert found[0]["content"][1] == {"type": "image"} and found[1] is messages[1]
     tokenizer = seeing_tokenizer()
-    processing = ImageProcessing(VISION, lambda text: tokenizer.encode(text, add_special_tokens=False))
-    processing._decoder = shared_decoder()
+    preparer = ImagePreparer(VISION, lambda text: tokenizer.encode(text, add_special_tokens=False))
+    preparer._decoder = shared_decoder()
     prompt = tokenizer.apply_chat_template(found)
-    ids, images = insert_images(processing, prompt, sources, seeing_config())
+    ids, images = insert_images(preparer, prompt, sources, seeing_config())
     assert images is not None and ids.count(IMAGE) == images.num_features == 48
     path.write_bytes(b"text")
     with pytest.raises(ValueError, match=r"messages\[0\]\.content\[1\] is not a PNG"):
-        insert_images(processing, prompt, sources, seeing_config())
+        insert_images(preparer, prompt, sources, seeing_config())
 
 
 def test_other_parts_have_no_image() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from metal_engine.media.processing import ImageProcessing
+from metal_engine.media.image_preparer import ImagePreparer
 from metal_engine.prompt_images import PromptImages
 from metal_engine.request import PreparedRequest
 from metal_engine.server.workers import Weight
@@ -284,9 +284,9 @@ def test_a_conversation_decodes_its_images_once(
     own = data_url(encoded(picture(64, 48, 9)))
     messages = [user(image(own), text("turn"))]
     assert seeing.post(CHAT, {"messages": messages, "max_tokens": 1}).status_code == 200
-    processing = seeing.engine.preparer.images
-    assert isinstance(processing, ImageProcessing)
-    monkeypatch.setattr(processing._decoder, "decode", None)
+    preparer = seeing.engine.preparer.images
+    assert isinstance(preparer, ImagePreparer)
+    monkeypatch.setattr(preparer._decoder, "decode", None)
     for _ in range(2):
         messages += [{"role": "assistant", "content": "answer"}, user(text("more"))]
         answer = seeing.post(CHAT, {"messages": messages, "max_tokens": 1}).json()
@@ -336,14 +336,14 @@ def test_the_event_loop_answers_while_images_are_read_and_decoded(
 ) -> None:
     """The work on an image waits until the server has answered other requests."""
     started, answered = threading.Event(), threading.Event()
-    method = getattr(ImageProcessing, name)
+    method = getattr(ImagePreparer, name)
 
     def slow(*args: Any, **options: Any) -> Any:
         started.set()
         assert answered.wait(DEADLINE), "the event loop waits for the image"
         return method(*args, **options)
 
-    monkeypatch.setattr(ImageProcessing, name, staticmethod(slow) if name == "read" else slow)
+    monkeypatch.setattr(ImagePreparer, name, staticmethod(slow) if name == "read" else slow)
     body = {"messages": [user(image(data_url(encoded(picture(64, 48, 11)))))], "max_tokens": 1}
     with ThreadPoolExecutor(1) as client:
         waiting = client.submit(seeing.post, CHAT, body)
@@ -359,14 +359,14 @@ def test_images_delay_only_images(seeing: Served, monkeypatch: pytest.MonkeyPatc
     """While images occupy all of their threads, other requests are served, and further images get a 503."""
     num_threads = Weight.IMAGES.value[1]
     started, answered = threading.Semaphore(0), threading.Event()
-    decode = ImageProcessing.decode
+    decode = ImagePreparer.decode
 
     def slow(*args: Any, **options: Any) -> Any:
         started.release()
         assert answered.wait(DEADLINE), "other requests wait for images"
         return decode(*args, **options)
 
-    monkeypatch.setattr(ImageProcessing, "decode", slow)
+    monkeypatch.setattr(ImagePreparer, "decode", slow)
     body = {"messages": [user(image(URL_A))], "max_tokens": 1}
     with ThreadPoolExecutor(num_threads) as clients:
         waiting = [clients.submit(seeing.post, CHAT, body) for _ in range(num_threads)]

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from metal_engine.media.decoder import ImageDecoder
+from metal_engine.media.decoder_client import ImageDecoder
 from metal_engine.settings.config import EngineConfig, VisionConfig
 from metal_engine.settings.server_args import ServerArgs
 from metal_engine.text.tokenizer import Tokenizer

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from metal_engine.errors import OverloadedError, PromptError
-from metal_engine.media.decoder import ImageError
-from metal_engine.media.processing import ImageProcessing, LoadedImage
+from metal_engine.media.decoder_client import ImageError
+from metal_engine.media.image_preparer import ImagePreparer, LoadedImage
 from metal_engine.media.sources import ImageSource
 from metal_engine.server.errors import invalid
 from metal_engine.server.generation.queue_limit import overloaded
@@ -26,7 +26,7 @@ async def load_images(
 
     Args:
         weight: weight of work on the request's body.
-        max_tokens: maximum number of tokens of all images, as in :meth:`ImageProcessing.decode`; None for the context
+        max_tokens: maximum number of tokens of all images, as in :meth:`ImagePreparer.decode`; None for the context
             length.
 
     Raises:
@@ -35,15 +35,15 @@ async def load_images(
     """
     if not sources:
         return []
-    processing, workers = _processing(served, sources), served.workers
+    preparer, workers = _image_preparer(served, sources), served.workers
     most = served.engine.config.scheduler.max_model_len if max_tokens is None else max_tokens
     with _errors_as_api_errors(sources), workers.loading_images():
         # Decoding base64 takes this process's time. Downloads wait for other servers.
         is_download = any(source.is_download for source in sources)
-        read = partial(processing.read, sources, allowed_domains=served.allowed_media_domains)
+        read = partial(preparer.read, sources, allowed_domains=served.allowed_media_domains)
         files = await workers.run(Weight.IMAGES if is_download else weight, read)
         details = [source.detail for source in sources]
-        return await workers.run(Weight.IMAGES, partial(processing.decode, files, details, max_tokens=most))
+        return await workers.run(Weight.IMAGES, partial(preparer.decode, files, details, max_tokens=most))
 
 
 async def with_image_tokens(
@@ -54,16 +54,16 @@ async def with_image_tokens(
         return token_ids
     images = await load_images(served, sources, weight, max_tokens=0)
     with _errors_as_api_errors(sources):
-        insert = _processing(served, sources).insert
+        insert = _image_preparer(served, sources).insert
         return (await served.workers.run(weight, insert, token_ids, images))[0]
 
 
-def _processing(served: ServedModel, sources: Sequence[ImageSource]) -> ImageProcessing:
-    processing = served.engine.preparer.images
-    if processing is None:
+def _image_preparer(served: ServedModel, sources: Sequence[ImageSource]) -> ImagePreparer:
+    preparer = served.engine.preparer.images
+    if preparer is None:
         refusal = served.engine.config.model.image_refusal
         raise invalid(f": images are not supported: {refusal}", where=sources[0].place)
-    return processing
+    return preparer
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ContextLengthError, OverloadedError, ParameterError, PromptError
 from metal_engine.lora_adapter import Adapter
-from metal_engine.media.processing import LoadedImage
+from metal_engine.media.image_preparer import LoadedImage
 from metal_engine.media.sources import ImageSource
 from metal_engine.prompt_images import PromptImages
 from metal_engine.request import PreparedRequest, RequestOptions

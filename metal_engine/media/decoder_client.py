@@ -70,7 +70,7 @@ class ImageDecoder:
     """
 
     def __init__(self, vision: VisionConfig) -> None:
-        self._process = ForkingProcess("metal_engine.media.process", [msgspec.json.encode(vision)])
+        self._process = ForkingProcess("metal_engine.media.decoder_process", [msgspec.json.encode(vision)])
         self._turns = FairQueue(_MAX_DECODING)
         self._lock = threading.Lock()
         self._counts: deque[int] = deque([0])  # their sum is the size of the inputs in use

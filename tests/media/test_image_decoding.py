@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from metal_engine.media import files
-from metal_engine.media.files import ImageFileError, decoded, displayed_size, open_image
+from metal_engine.media.image_decoding import ImageFileError, decoded, displayed_size, open_image
 from tests.support.image_files import encoded, hostile_files, picture, png, png_chunk, png_of
 
 
@@ -114,7 +113,7 @@ def test_hostile_files_are_refused(name: str) -> None:
 
 
 def test_large_images_are_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "REDUCED_PIXELS", 1 << 10)
+    monkeypatch.setattr(image_decoding, "REDUCED_PIXELS", 1 << 10)
     for image in (picture(100, 60), picture(100, 60).convert("P"), picture(100, 60).convert("1")):
         assert opened(encoded(image)).shape == (20, 34, 3)
     exif = Image.Exif()

@@ -10,7 +10,7 @@ is decoded, and the remaining CPU time in seconds. The second is the file. The a
 tokens, and the used CPU time. If the image is decoded, the answer also has the hash, the names, types and shapes of the
 encoder's inputs, and one message per array follows. For an unusable image, the answer has an error instead.
 
-Run as a module: ``python -m metal_engine.media.process FD``. Loads no MLX.
+Run as a module: ``python -m metal_engine.media.decoder_process FD``. Loads no MLX.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from metal_engine.forks.limits import Growth, Monitor
 from metal_engine.forks.serving import serve_forks
 from metal_engine.media.families.base import Grid, ImageFamily
 from metal_engine.media.families.find import find_family
-from metal_engine.media.files import ImageFileError, decoded, displayed_size, open_image
+from metal_engine.media.image_decoding import ImageFileError, decoded, displayed_size, open_image
 from metal_engine.media.limits import IMAGE_CPU_SECONDS, LOW_DETAIL_TOKENS, MAX_GROWTH
 from metal_engine.settings.config import VisionConfig
 

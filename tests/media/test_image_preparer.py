@@ -23,11 +23,10 @@ from PIL import Image
 from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.errors import OverloadedError
 from metal_engine.forks.channel import framed, receive
-from metal_engine.media import decoder as decoder_module
-from metal_engine.media import process
-from metal_engine.media.decoder import ImageDecoder, ImageError
+from metal_engine.media import decoder_client, decoder_process
+from metal_engine.media.decoder_client import ImageDecoder, ImageError
 from metal_engine.media.families.find import find_family
-from metal_engine.media.processing import ImageProcessing
+from metal_engine.media.image_preparer import ImagePreparer
 from metal_engine.media.store import ImageStore, LoadedImage
 from metal_engine.prompt_images import PromptImages
 from metal_engine.settings.config import VisionConfig
@@ -44,18 +43,18 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @pytest.fixture(scope="module")
-def processing() -> Iterator[ImageProcessing]:
-    made = ImageProcessing(VISION, lambda text: [])
+def preparer() -> Iterator[ImagePreparer]:
+    made = ImagePreparer(VISION, lambda text: [])
     yield made
     made.close()
 
 
-def load(processing: ImageProcessing, *files: bytes, **options: object) -> list[tuple[int, ...]]:
+def load(preparer: ImagePreparer, *files: bytes, **options: object) -> list[tuple[int, ...]]:
     given = {"max_tokens": 1000, **options}
-    return [one.grid for one in processing.decode(files, ["high"] * len(files), **given)]  # type: ignore[arg-type]
+    return [one.grid for one in preparer.decode(files, ["high"] * len(files), **given)]  # type: ignore[arg-type]
 
 
-def test_known_files_are_not_decoded_again(processing: ImageProcessing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_files_are_not_decoded_again(preparer: ImagePreparer, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = (encoded(picture(64, 48, seed)) for seed in (1, 2))
     decoded: list[int] = []
     decode = ImageDecoder.decode
@@ -65,31 +64,31 @@ def test_known_files_are_not_decoded_again(processing: ImageProcessing, monkeypa
         return decode(self, files, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ImageDecoder, "decode", counted)
-    assert load(processing, a, b, a) == [(1, 12, 16)] * 3
-    assert load(processing, a) == load(processing, b) == [(1, 12, 16)]
+    assert load(preparer, a, b, a) == [(1, 12, 16)] * 3
+    assert load(preparer, a) == load(preparer, b) == [(1, 12, 16)]
     assert decoded == [2]
-    assert processing.decode([a], ["low"], max_tokens=0)[0].inputs is None
+    assert preparer.decode([a], ["low"], max_tokens=0)[0].inputs is None
     assert decoded == [2, 1]
     new = encoded(picture(64, 48, 4))
     for max_tokens in (47, 48):  # an image beyond the context is not decoded
-        (image,) = processing.decode([new], ["high"], max_tokens=max_tokens)
+        (image,) = preparer.decode([new], ["high"], max_tokens=max_tokens)
         assert (image.inputs is None) == (max_tokens == 47)
 
 
-def test_detail_and_limits_bound_the_tokens(processing: ImageProcessing) -> None:
+def test_detail_and_limits_bound_the_tokens(preparer: ImagePreparer) -> None:
     large = encoded(picture(400, 300, 3))
-    ((_, height, width),) = load(processing, large)
+    ((_, height, width),) = load(preparer, large)
     assert height * width // 4 <= 64
     assert find_family(VISION, 16).grid(400, 300) == (1, 6, 8)
 
 
 @pytest.mark.parametrize("name", ["bomb", "truncated JPEG", "SVG"])
-def test_hostile_files_are_named(processing: ImageProcessing, name: str) -> None:
+def test_hostile_files_are_named(preparer: ImagePreparer, name: str) -> None:
     data, problem = hostile_files()[name]
     good = encoded(picture(64, 48, 5))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ImageError, match=problem) as caught:
-        load(processing, good, good, data)
+        load(preparer, good, good, data)
     assert caught.value.index == 2
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * _UNIT < 16 << 20
 
@@ -116,7 +115,7 @@ def run_forked(data: bytes, seconds: float = 30.0, vision: VisionConfig = VISION
         try:
             ours.close()
             reset_malloc()
-            process.serve_images(theirs, families)
+            decoder_process.serve_images(theirs, families)
         finally:
             os._exit(0)
     theirs.close()
@@ -137,7 +136,7 @@ def run_forked(data: bytes, seconds: float = 30.0, vision: VisionConfig = VISION
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])
 def test_large_webp_files_are_decoded_within_the_memory(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the largest image in a quarter of the memory."""
-    monkeypatch.setattr(process, "MAX_GROWTH", process.MAX_GROWTH // 4)
+    monkeypatch.setattr(decoder_process, "MAX_GROWTH", decoder_process.MAX_GROWTH // 4)
     file = encoded(Image.new(mode, (4096, 4096)), "WEBP", method=0)
     answers, status = run_forked(file)
     assert len(answers) == 6 and status == 0
@@ -165,7 +164,7 @@ def test_images_that_are_too_narrow_for_the_model_are_refused(vision: VisionConf
 def test_a_process_that_takes_too_long_is_ended(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = png(8000, 8000, bits=8, channels=3)
     if limit == "image":
-        monkeypatch.setattr(process, "IMAGE_CPU_SECONDS", 0.05)
+        monkeypatch.setattr(decoder_process, "IMAGE_CPU_SECONDS", 0.05)
     answers, status = run_forked(file, 0.05 if limit == "request" else 30.0)
     assert len(answers) == 1 and os.WTERMSIG(status) == signal.SIGPROF
 
@@ -174,7 +173,7 @@ def test_a_process_that_grows_too_much_is_ended(monkeypatch: pytest.MonkeyPatch)
     file = png(8000, 8000, bits=8, channels=3)
     answers, status = run_forked(file)
     assert len(answers) == 6 and status == 0
-    monkeypatch.setattr(process, "MAX_GROWTH", 64 << 20)
+    monkeypatch.setattr(decoder_process, "MAX_GROWTH", 64 << 20)
     for _ in range(5):  # on a busy machine, the thread may not run before the end
         answers, status = run_forked(file)
         if status:
@@ -219,11 +218,11 @@ class FakeForks:
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> FakeForks:
     fake = FakeForks()
-    monkeypatch.setattr(decoder_module, "ForkingProcess", lambda *_: fake)
+    monkeypatch.setattr(decoder_client, "ForkingProcess", lambda *_: fake)
     return fake
 
 
-def decode(decoder: ImageDecoder, *files: str) -> list[decoder_module.DecodedImage]:
+def decode(decoder: ImageDecoder, *files: str) -> list[decoder_client.DecodedImage]:
     given = [file.encode() for file in files]
     return decoder.decode(given, ["high"] * len(files), max_tokens=100)
 
@@ -238,7 +237,7 @@ def test_the_end_of_a_process_is_an_error_of_its_image(forks: FakeForks) -> None
 
 def test_the_least_served_request_is_next(forks: FakeForks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request with many slow files has a turn. Requests that have used less time precede it."""
-    monkeypatch.setattr(decoder_module, "_MAX_DECODING", 1)
+    monkeypatch.setattr(decoder_client, "_MAX_DECODING", 1)
     decoder = ImageDecoder(VISION)
 
     with ThreadPoolExecutor(3) as clients:
@@ -257,7 +256,7 @@ def test_the_least_served_request_is_next(forks: FakeForks, monkeypatch: pytest.
 
 def test_new_requests_do_not_delay_a_large_request_forever(forks: FakeForks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small request arrives in each turn, so that some always wait."""
-    monkeypatch.setattr(decoder_module, "_MAX_DECODING", 1)
+    monkeypatch.setattr(decoder_client, "_MAX_DECODING", 1)
     decoder = ImageDecoder(VISION)
     with ThreadPoolExecutor(8) as clients:
         requests = [clients.submit(decode, decoder, "slow1 5", "slow2 5", "slow3 5")]
@@ -276,7 +275,7 @@ def test_new_requests_do_not_delay_a_large_request_forever(forks: FakeForks, mon
 
 
 def test_a_cancelled_request_leaves_its_place(forks: FakeForks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_module, "_MAX_DECODING", 1)
+    monkeypatch.setattr(decoder_client, "_MAX_DECODING", 1)
     decoder, left = ImageDecoder(VISION), threading.Event()
 
     def cancelled() -> None:
@@ -304,7 +303,7 @@ def test_the_inputs_in_use_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     file = encoded(picture(64, 48, 7))
     images = decoder.decode([file], ["high"], max_tokens=1000)
     assert decoder.num_live_bytes == before + 192 * 96 + 2 * 96 * 4 + 12
-    monkeypatch.setattr(decoder_module, "MAX_LIVE_BYTES", before)
+    monkeypatch.setattr(decoder_client, "MAX_LIVE_BYTES", before)
     with pytest.raises(OverloadedError, match="MiB of memory"):
         decoder.decode([file], ["high"], max_tokens=1000)
     del images
@@ -331,20 +330,20 @@ def test_the_store_is_bounded() -> None:
     assert store.add(b"other file", image("b")).inputs is images["b"].inputs and store.num_bytes == 800
 
 
-def test_equal_images_count_once(processing: ImageProcessing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_images_count_once(preparer: ImagePreparer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other files and details with the same result are the same image. Each image counts once towards the limit."""
     original = picture(64, 48, 12)
     files = [encoded(original), encoded(original, compress_level=0), encoded(original, "WEBP", lossless=True)]
     size = 192 * 96 + 2 * 96 * 4 + 12
-    monkeypatch.setattr(decoder_module, "MAX_INPUT_BYTES", size)
+    monkeypatch.setattr(decoder_client, "MAX_INPUT_BYTES", size)
     for _ in range(2):
-        found = processing.decode([*files, files[0]] * 8, ["high", "low", "high", "low"] * 8, max_tokens=10_000)
+        found = preparer.decode([*files, files[0]] * 8, ["high", "low", "high", "low"] * 8, max_tokens=10_000)
         assert len({image.content_hash for image in found}) == 1 and len({id(image.inputs) for image in found}) == 1
     with pytest.raises(ImageError, match="MiB of pixels") as caught:
-        load(processing, files[0], encoded(picture(64, 48, 13)))
+        load(preparer, files[0], encoded(picture(64, 48, 13)))
     assert caught.value.index == 1
     reduced = encoded(picture(400, 300, 14))
-    other = ImageProcessing(replace(VISION, max_image_tokens=None), lambda text: [])
+    other = ImagePreparer(replace(VISION, max_image_tokens=None), lambda text: [])
     try:
         monkeypatch.undo()
         low, high = other.decode([reduced] * 2, ["low", "high"], max_tokens=10_000)
@@ -353,10 +352,10 @@ def test_equal_images_count_once(processing: ImageProcessing, monkeypatch: pytes
         other.close()
 
 
-def test_images_are_inserted_where_the_template_has_them(processing: ImageProcessing) -> None:
+def test_images_are_inserted_where_the_template_has_them(preparer: ImagePreparer) -> None:
     files = [encoded(picture(*size, 6)) for size in ((64, 48), (32, 32))]
-    images = processing.decode(files, ["high"] * 2, max_tokens=1000)
-    ids, inserted = processing.insert([1, IMAGE, 2, 3, IMAGE, 4], images)
+    images = preparer.decode(files, ["high"] * 2, max_tokens=1000)
+    ids, inserted = preparer.insert([1, IMAGE, 2, 3, IMAGE, 4], images)
     assert ids == [1, *[IMAGE] * 48, 2, 3, *[IMAGE] * 16, 4]
     assert isinstance(inserted, PromptImages)
     inserted.check(len(ids))

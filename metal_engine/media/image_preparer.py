@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from metal_engine.errors import PromptError
-from metal_engine.media.decoder import ImageDecoder, ImageError, check_size
+from metal_engine.media.decoder_client import ImageDecoder, ImageError, check_size
 from metal_engine.media.families.base import Grid, ImageFamily
 from metal_engine.media.families.find import find_family
 from metal_engine.media.limits import MAX_IMAGES, MAX_TOTAL_BYTES
@@ -23,7 +23,7 @@ from metal_engine.settings.config import VisionConfig
 _DOWNLOAD_SECONDS = 30.0
 
 
-class ImageProcessing:
+class ImagePreparer:
     """Loads images and inserts them into prompts. Thread-safe.
 
     Args:
