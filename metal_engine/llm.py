@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import ChatAnswers
-from metal_engine.answers.results import (
+from metal_engine.answers.llm_results import (
     EmbeddingOutput,
     EmbeddingResult,
     GenerationResult,

@@ -12,8 +12,12 @@ from metal_engine.answers.forced_calls import ForcedCallSplitter
 from metal_engine.answers.format_phases import call_phase, call_text, reasoning_phase
 from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
-from metal_engine.answers.reasoning_splitter import CallsOrStructureSplitter, HandoverSplitter, ReasoningSplitter
 from metal_engine.answers.splitter import Splitter
+from metal_engine.answers.structured_splitters import (
+    CallsOrStructureSplitter,
+    HandoverSplitter,
+    ReasoningThenContentSplitter,
+)
 from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan
 from metal_engine.answers.tool_prompts import prompted_format
 from metal_engine.output_phases import OutputPhases, ReasoningPhase
@@ -269,7 +273,7 @@ class ChatAnswers:
         if not self._reasons:
             return content or Splitter()
         assert known.reasoning is not None
-        first: Splitter = ReasoningSplitter(known.reasoning, in_reasoning=self.in_reasoning)
+        first: Splitter = ReasoningThenContentSplitter(known.reasoning, in_reasoning=self.in_reasoning)
         if known.harmony:
             options |= {"in_reasoning": self.in_reasoning, "is_structured": True}
             first = HarmonySplitter(known, plan.parsed, **options)

@@ -18,8 +18,8 @@ from metal_engine.attention.kernel_selftest import KernelFailedError, try_kernel
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import THREADGROUPS_PER_CORE
 from metal_engine.attention.metal.variants import BLOCK_SIZES, UnsupportedAttentionError
-from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.attention.portable_fallback import FallbackBackend
 from metal_engine.attention.tuning import Tuner
 from metal_engine.device.cache_dir import cache_dir
 from metal_engine.device.info import gpu_core_count, has_tensor_ops
@@ -72,7 +72,7 @@ class ChosenAttention:
         layers = AttentionLayers(metal=len(kinds) - num_portable, portable=num_portable, not_covered=reasons, **tuning)
         backend: AttentionBackend = metal
         if not_covered:
-            backend = MixedBackend(metal, PortableBackend(), frozenset(not_covered))
+            backend = FallbackBackend(metal, PortableBackend(), frozenset(not_covered))
         return cls(backend, layers, metal, tuple(kinds), not_covered)
 
 

@@ -1,0 +1,1 @@
+"""``metal-engine bench``: measures a server or an engine in this process."""

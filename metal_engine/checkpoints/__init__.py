@@ -1,0 +1,1 @@
+"""Model files: finding, downloading, checking and reading them."""

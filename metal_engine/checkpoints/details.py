@@ -7,7 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from metal_engine.checkpoints import checkpoint
+from metal_engine.checkpoints import metadata
 from metal_engine.checkpoints.cached_models import CachedModel
 from metal_engine.checkpoints.draft_heads.names import HEAD_PATTERNS, has_only_head
 from metal_engine.checkpoints.find import check_architecture, hub_name
@@ -65,7 +65,7 @@ class CheckpointDetails:
         """Context length in the configuration, in tokens; None if the configuration lacks it."""
         if self.requirements is None:
             return None
-        return checkpoint.context_length(self.requirements.config.get("text_config") or self.requirements.config)
+        return metadata.context_length(self.requirements.config.get("text_config") or self.requirements.config)
 
 
 def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
@@ -82,13 +82,13 @@ def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> 
         elif has_only_head(model.path):
             raise ModelLoadError("a draft head without a model; name it as `model` in --speculative-config")
         else:
-            config = checkpoint.read_config(model.path)
-            tensors = list(checkpoint.stored_tensors(checkpoint.weight_files(model.path)))
+            config = metadata.read_config(model.path)
+            tensors = list(metadata.stored_tensors(metadata.weight_files(model.path)))
             requirements = safetensors_requirements(config, tensors, args, device)
             quantization = _quantization(config, requirements)
             check_architecture(config, args)
             beside = [file for pattern in HEAD_PATTERNS for file in model.path.glob(pattern)]
-            num_head_bytes = head_bytes(list(checkpoint.stored_tensors(beside)) or tensors, requirements, device)
+            num_head_bytes = head_bytes(list(metadata.stored_tensors(beside)) or tensors, requirements, device)
         check_memory(requirements, args, device)
     except (ModelLoadError, ConfigError) as error:
         problem = str(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from metal_engine.checkpoints.checkpoint import weight_files
+from metal_engine.checkpoints.metadata import weight_files
 
 # Sampled bytes of a weight file: the first MiB, where the header begins, and pieces spread evenly over the rest.
 _HEAD_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from metal_engine.checkpoints.checkpoint import StoredTensor
+from metal_engine.checkpoints.metadata import StoredTensor
 from metal_engine.checkpoints.model_classes import model_classes
 
 _HEAD = "lm_head."

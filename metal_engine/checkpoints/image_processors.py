@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from metal_engine.checkpoints.files import read_json
+from metal_engine.checkpoints.file_checks import read_json
 from metal_engine.checkpoints.image_encoders import bidirectional_layers
 from metal_engine.errors import ModelLoadError
 from metal_engine.settings.config import VisionConfig

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from metal_engine.checkpoints.checkpoint import read_config
 from metal_engine.checkpoints.demo import demo_path
 from metal_engine.checkpoints.gguf.config import gguf_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.hub.repository import cached_folder
+from metal_engine.checkpoints.metadata import read_config
 from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local, parse_hub_name
 from metal_engine.device.command_buffers import command_buffer_limits, limits_in_force, set_command_buffer_limits
 from metal_engine.device.limits_trial import refusal

@@ -19,10 +19,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from transformers import PreTrainedTokenizerFast
 
-from metal_engine.checkpoints import checkpoint
+from metal_engine.checkpoints import metadata
 from metal_engine.checkpoints.demo import DEFAULT_SAMPLING
 from metal_engine.checkpoints.dequantized import dequantize
-from metal_engine.checkpoints.files import check_small_files
+from metal_engine.checkpoints.file_checks import check_small_files
 from metal_engine.checkpoints.find import FoundModel, check_architecture, find_model
 from metal_engine.checkpoints.gguf.config import gguf_config, interleaved_modules
 from metal_engine.checkpoints.gguf.header import read_gguf_header
@@ -196,7 +196,7 @@ def _load_gguf(
     weight_dtype = dtype or DTYPES[requirements.dtype]
     model, config = load_gguf_model(header, weight_dtype, dequantize=device.kind == "cpu", divide=divide)
     own_generation_config: dict[str, Any] | None = DEFAULT_SAMPLING if args.model == DEMO_MODEL else None
-    sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
+    sampling = metadata.default_sampling(_generation_config(args, own_generation_config))
     eos_token_ids = frozenset(gguf_eos_token_ids(header))
     interleaved = interleaved_modules(config)
     fields = (model, config, tokenizer, source, eos_token_ids, found.name, sampling, pooler)
@@ -214,22 +214,22 @@ def _load_directory(
 ) -> tuple[LoadedModel, CheckpointRequirements]:
     path = found.path
     check_small_files(path)
-    config = checkpoint.read_config(path)
+    config = metadata.read_config(path)
     check_causal(config, args.model)
     pooler = read_pooler(path, config)
-    files = checkpoint.weight_files(path)
-    tensors = list(checkpoint.stored_tensors(files))
+    files = metadata.weight_files(path)
+    tensors = list(metadata.stored_tensors(files))
     requirements = safetensors_requirements(config, tensors, args, device)
     check_memory(requirements, args, device)
     check_architecture(config, args)
     check(requirements)
-    own_generation_config = checkpoint.read_generation_config(path)
-    sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
+    own_generation_config = metadata.read_generation_config(path)
+    sampling = metadata.default_sampling(_generation_config(args, own_generation_config))
     # The tokenizer loads much faster than the weights, so its errors are reported first.
     source = _tokenizer_path(args, found)
     tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
     check_tokenizer(tokenizer)
-    eos_token_ids = checkpoint.eos_token_ids(config, own_generation_config)
+    eos_token_ids = metadata.eos_token_ids(config, own_generation_config)
     weights = EmbeddingWeights.of(tensors, config) if pooler.is_embedder else EmbeddingWeights()
     _announce(found, requirements)
     model, config = _load_mlx_lm_model(path, config, args, weights)
@@ -301,7 +301,7 @@ def _generation_config(args: EngineArgs, own: dict[str, Any] | None) -> dict[str
     """Return the config that ``--generation-config`` selects: the checkpoint's, an empty one, or another folder's."""
     folder = generation_config_folder(args.generation_config)
     if folder is not None:
-        return checkpoint.read_generation_config(folder)
+        return metadata.read_generation_config(folder)
     return own or {} if args.generation_config == "auto" else {}
 
 

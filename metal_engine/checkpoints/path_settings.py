@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from metal_engine.checkpoints.checkpoint import read_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
+from metal_engine.checkpoints.metadata import read_config
 from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local, is_ollama_name
 from metal_engine.errors import ConfigError, ModelLoadError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from metal_engine.checkpoints.files import MAX_SETTINGS_BYTES, check_readable, read_json
+from metal_engine.checkpoints.file_checks import MAX_SETTINGS_BYTES, check_readable, read_json
 from metal_engine.checkpoints.gguf.header import GgufHeader
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line, short
 from metal_engine.settings.config import PoolerConfig, RerankerConfig

@@ -9,18 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from metal_engine.checkpoints.checkpoint import (
-    StoredTensor,
-    check_num_layers,
-    text_tensors,
-    vision_tensors,
-    weight_bytes,
-)
 from metal_engine.checkpoints.draft_heads.names import FP8_SCALES, head_tensors
 from metal_engine.checkpoints.gguf.config import default_dtype
 from metal_engine.checkpoints.gguf.header import GgufHeader
 from metal_engine.checkpoints.gguf.weights import loaded_bytes
 from metal_engine.checkpoints.image_encoders import image_refusal
+from metal_engine.checkpoints.metadata import StoredTensor, check_num_layers, text_tensors, vision_tensors, weight_bytes
 from metal_engine.checkpoints.shared_indexes import check_indexes
 from metal_engine.errors import ModelLoadError
 from metal_engine.settings.args import EngineArgs

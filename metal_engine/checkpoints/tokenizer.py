@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from metal_engine.checkpoints.files import read_json
+from metal_engine.checkpoints.file_checks import read_json
 from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from metal_engine.checkpoints.tokenizer_file import check_tokenizer_file, check_vocabulary_files
 from metal_engine.errors import ModelLoadError, one_line

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from metal_engine.checkpoints.files import MAX_HEADER_BYTES, check_readable
+from metal_engine.checkpoints.file_checks import MAX_HEADER_BYTES, check_readable
 from metal_engine.errors import ModelLoadError
 
 # Limit of token ids, and of the length to which a text is padded. Published vocabularies have 262,144 tokens.

@@ -1,0 +1,1 @@
+"""The machine: memory, kernels, compiled programs, BLAS and private folders."""

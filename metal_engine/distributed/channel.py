@@ -1,8 +1,8 @@
 """Side channel between rank 0 and the other ranks, in addition to the collectives: frames over TCP, with heartbeats.
 
-A frame has a length (4 bytes, big-endian), a :class:`Kind` (1 byte), and its content. A rank without work sleeps in
-``recv``. A separate thread sends heartbeats, so a rank that loads or computes for long is not silent. A rank is silent
-only if its whole process hangs or sleeps, or its connection is cut.
+A frame has a length (4 bytes, big-endian), a :class:`FrameKind` (1 byte), and its content. A rank without work sleeps
+in ``recv``. A separate thread sends heartbeats, so a rank that loads or computes for long is not silent. A rank is
+silent only if its whole process hangs or sleeps, or its connection is cut.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WELCOME = b"\x01"
 _RETRY_SECONDS = 0.2
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Kind of a frame."""
 
     BEAT = 0  # heartbeat, with the progress of its sender
@@ -77,7 +77,7 @@ class Link:
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._is_closing = False
-        self._inbox: queue.SimpleQueue[tuple[Kind, bytes]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[FrameKind, bytes]] = queue.SimpleQueue()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # This timeout is for sending only: reading has its own timeout.
         connection.settimeout(timeout)
@@ -87,7 +87,7 @@ class Link:
         for work in (self._read, self._beat):
             threading.Thread(target=work, name=f"link to {self.name}", daemon=True).start()
 
-    def send(self, kind: Kind, content: bytes = b"") -> None:
+    def send(self, kind: FrameKind, content: bytes = b"") -> None:
         """Send a frame.
 
         Raises:
@@ -101,7 +101,7 @@ class Link:
             self._lose(message)
             raise RunnerLostError(message) from error
 
-    def receive(self, seconds: float | None = None) -> tuple[Kind, bytes]:
+    def receive(self, seconds: float | None = None) -> tuple[FrameKind, bytes]:
         """Wait for the next frame. Does not return heartbeats and losses, except the frame that :meth:`wake` adds.
 
         Raises:
@@ -114,7 +114,7 @@ class Link:
 
     def wake(self) -> None:
         """Wake a waiting :meth:`receive`, so that its caller checks for a loss."""
-        self._inbox.put((Kind.LOST, b""))
+        self._inbox.put((FrameKind.LOST, b""))
 
     def close(self) -> None:
         """Stop sending heartbeats and reporting a loss of the other rank. The connection stays open."""
@@ -139,11 +139,11 @@ class Link:
             except ValueError as error:
                 self._lose(f"{self.name} sends {error}")
                 return
-            if kind is Kind.BEAT:
+            if kind is FrameKind.BEAT:
                 (self.their_progress,) = _PROGRESS.unpack(content)
-            elif kind is Kind.LOST:
+            elif kind is FrameKind.LOST:
                 self._on_lost(content.decode(errors="replace"))
-            elif kind is Kind.QUIT:
+            elif kind is FrameKind.QUIT:
                 self._is_closing = True
                 self._inbox.put((kind, content))
             else:
@@ -154,12 +154,12 @@ class Link:
         while not self._is_closing:
             time.sleep(pause)
             try:
-                self.send(Kind.BEAT, _PROGRESS.pack(self.progress))
+                self.send(FrameKind.BEAT, _PROGRESS.pack(self.progress))
             except RunnerLostError:
                 return
 
 
-def read_frame(connection: socket.socket, timeout: float) -> tuple[Kind, bytes]:
+def read_frame(connection: socket.socket, timeout: float) -> tuple[FrameKind, bytes]:
     """Wait for a frame.
 
     Raises:
@@ -167,9 +167,9 @@ def read_frame(connection: socket.socket, timeout: float) -> tuple[Kind, bytes]:
         ValueError: the received data is not a frame.
     """
     length, kind = _HEADER.unpack(_exactly(connection, _HEADER.size, timeout))
-    if length > MAX_FRAME or kind not in list(Kind) or (kind == Kind.BEAT and length != _PROGRESS.size):
+    if length > MAX_FRAME or kind not in list(FrameKind) or (kind == FrameKind.BEAT and length != _PROGRESS.size):
         raise ValueError(f"an invalid frame (kind {kind}, {length} bytes)")
-    return Kind(kind), _exactly(connection, length, timeout)
+    return FrameKind(kind), _exactly(connection, length, timeout)
 
 
 def _exactly(connection: socket.socket, num_bytes: int, timeout: float) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 
-from metal_engine.distributed.channel import Kind, Link
+from metal_engine.distributed.channel import FrameKind, Link
 from metal_engine.distributed.leader import CAUSE_SECONDS
 from metal_engine.distributed.rank_failure import RankFailureMonitor
 from metal_engine.distributed.wire import decode_ids, decode_plan
@@ -36,23 +36,23 @@ def run_as_follower(runner: ModelRunner, link: Link, monitor: RankFailureMonitor
     runner.close()
 
 
-def run_frame(runner: ModelRunner, steps: deque[PendingStep], link: Link, kind: Kind, content: bytes) -> bool:
+def run_frame(runner: ModelRunner, steps: deque[PendingStep], link: Link, kind: FrameKind, content: bytes) -> bool:
     """Process a frame, and count it in the link's progress. Return False if the frame ends the loop."""
 
     def done() -> None:
         link.progress += 1
 
     match kind:
-        case Kind.PLAN:
+        case FrameKind.PLAN:
             steps.append(runner.execute(decode_plan(content), on_built=done))
-        case Kind.FINISH:
+        case FrameKind.FINISH:
             step = steps.popleft()
             step.sampling.set_late_requests(set(decode_ids(content)))
             step.result()
             done()
-        case Kind.DROP:
+        case FrameKind.DROP:
             runner.forget(decode_ids(content))
-        case Kind.QUIT:
+        case FrameKind.QUIT:
             return False
         case _:
             raise RuntimeError(f"rank 0 sends {kind.name} between steps")
@@ -63,5 +63,5 @@ def report_failure(link: Link, monitor: RankFailureMonitor, rank: int, message: 
     """Report to rank 0 that this rank has failed, with the reason. This process then ends after its grace period."""
     message = f"rank {rank} has failed ({message})"
     with suppress(RunnerLostError):  # if rank 0 is gone, too, the link reports that
-        link.send(Kind.LOST, message.encode())
+        link.send(FrameKind.LOST, message.encode())
     monitor.lose(message)

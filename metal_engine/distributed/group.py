@@ -17,7 +17,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from metal_engine import __version__
-from metal_engine.distributed.channel import TOKEN_BYTES, Kind, Link, accept_ranks, connect, listen
+from metal_engine.distributed.channel import TOKEN_BYTES, FrameKind, Link, accept_ranks, connect, listen
 from metal_engine.distributed.follower import run_as_follower
 from metal_engine.distributed.launch import (
     LOOPBACK,
@@ -103,12 +103,12 @@ class RankGroup:
         """
         if self.rank:
             (leader,) = self._links
-            leader.send(Kind.FIGURES, encode([what, values]))
+            leader.send(FrameKind.FIGURES, encode([what, values]))
             answer: list[dict[str, Any]] = self._figures(leader, what, seconds)
             return answer
         of_ranks = [json.loads(encode(values)), *(self._figures(link, what, seconds) for link in self._links)]
         for link in self._links:
-            link.send(Kind.FIGURES, encode([what, of_ranks]))
+            link.send(FrameKind.FIGURES, encode([what, of_ranks]))
         return of_ranks
 
     def _figures(self, link: Link, what: str, seconds: float | None) -> Any:
@@ -117,7 +117,7 @@ class RankGroup:
         except TimeoutError as error:
             raise RunnerLostError(f"{link.name} has not reached {what!r} within {seconds:g} s") from error
         self._monitor.check()
-        if kind is not Kind.FIGURES:
+        if kind is not FrameKind.FIGURES:
             raise RunnerLostError(f"{link.name} sends {kind.name} before it has started")
         theirs, values = json.loads(content)
         if theirs != what:
@@ -182,7 +182,7 @@ class RankGroup:
             link.close()
             message = f"rank {self.rank} cannot start ({one_line(error)})"
             with suppress(RunnerLostError):
-                link.send(Kind.LOST, message.encode())
+                link.send(FrameKind.LOST, message.encode())
         if self._local is not None:
             self._local.stop()
         if is_reported or isinstance(error, RunnerLostError):
@@ -300,7 +300,7 @@ def _pass_on(links: Sequence[Link], error: RunnerLostError) -> None:
 
     def report(link: Link) -> None:
         with suppress(RunnerLostError):
-            link.send(Kind.LOST, str(error).encode())
+            link.send(FrameKind.LOST, str(error).encode())
 
     for link in links:
         link.close()

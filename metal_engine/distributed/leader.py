@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from metal_engine.distributed.channel import Kind, Link
+from metal_engine.distributed.channel import FrameKind, Link
 from metal_engine.distributed.rank_failure import RankFailureMonitor, StepTimeout
 from metal_engine.distributed.wire import encode_ids, encode_plan
 from metal_engine.runner.model_runner import ModelRunner
@@ -64,7 +64,7 @@ class LeaderRunner:
         except Exception:
             # The engine preempts or ends the requests of this plan. The other ranks must drop them, and the requests
             # that this plan would have dropped.
-            self._send(Kind.DROP, encode_ids([*plan.dropped_req_ids, *plan.num_scheduled_tokens]))
+            self._send(FrameKind.DROP, encode_ids([*plan.dropped_req_ids, *plan.num_scheduled_tokens]))
             self._runner.forget(plan.dropped_req_ids)  # in case execute() failed before that
             raise
         return LeaderStep(self, step)
@@ -84,7 +84,7 @@ class LeaderRunner:
             RunnerLostError: the step failed on this rank or on another rank. The results of all ranks are unusable.
         """
         self._monitor.check()
-        self._send(Kind.FINISH, encode_ids(step.sampling.late_req_ids))
+        self._send(FrameKind.FINISH, encode_ids(step.sampling.late_req_ids))
         try:
             with self._step_timeout:
                 output = step.result()
@@ -100,10 +100,10 @@ class LeaderRunner:
 
     def _start(self, content: bytes) -> None:
         """Make the other ranks start a step whose graph this rank has built."""
-        self._send(Kind.PLAN, content)
+        self._send(FrameKind.PLAN, content)
         self._step_timeout.progress += 1
 
-    def _send(self, kind: Kind, content: bytes = b"") -> None:
+    def _send(self, kind: FrameKind, content: bytes = b"") -> None:
         for link in self._links:
             link.send(kind, content)
 
@@ -118,7 +118,7 @@ class LeaderRunner:
         for link in self._links:
             link.close()
         try:
-            self._send(Kind.QUIT)
+            self._send(FrameKind.QUIT)
         finally:
             self._runner.close()
             self._kill_left()

@@ -1,0 +1,1 @@
+"""``metal-engine doctor``: examines a machine, and checks the engine on it."""

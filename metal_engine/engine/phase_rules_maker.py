@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from metal_engine.grammars.call_grammar import CallGrammar, tail
-from metal_engine.grammars.compiled import CompiledGrammar
 from metal_engine.grammars.compiler import GrammarCompiler, GrammarRefusedError, GrammarTask
+from metal_engine.grammars.grammar_client import CompiledGrammar
 from metal_engine.grammars.mark_scanner import FreePhase, Mark, PlainTokens, Segment
 from metal_engine.grammars.marks import as_lark, token_ranges
 from metal_engine.grammars.phase_matcher import PhaseRules

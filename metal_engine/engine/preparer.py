@@ -16,7 +16,7 @@ from metal_engine.pooling_params import PoolingParams
 from metal_engine.prompt_images import PromptImages
 from metal_engine.request import PreparedRequest
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.image_features import largest_step
+from metal_engine.scheduling.image_planner import largest_step
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.scheduling.token_allotment import check_fits, chunk_unit
 from metal_engine.settings.config import EngineConfig

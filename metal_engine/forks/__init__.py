@@ -1,0 +1,1 @@
+"""Processes that fork for each task, with limits on time and memory."""

@@ -1,0 +1,1 @@
+"""Constrained output: grammars, their processes, and the masks of allowed tokens."""

@@ -27,7 +27,7 @@ from metal_engine.errors import OverloadedError, ParameterError
 from metal_engine.forks.channel import framed
 from metal_engine.forks.forking_process import ForkError, ForkingProcess, receive_patiently
 from metal_engine.grammars.call_grammar import CallGrammar, faulty_arguments
-from metal_engine.grammars.compiled import CompiledGrammar
+from metal_engine.grammars.grammar_client import CompiledGrammar
 from metal_engine.grammars.messages import unpack_compiled
 from metal_engine.sampling_params import StructuredOutputsParams
 from metal_engine.text.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ from itertools import dropwhile
 
 import numpy as np
 
-from metal_engine.grammars.compiled import GrammarMatcher, SegmentEnd
 from metal_engine.grammars.compiler import GrammarTask
+from metal_engine.grammars.grammar_client import GrammarMatcher, SegmentEnd
 from metal_engine.grammars.mark_scanner import FreePhase, Mark, MarkScanner, PlainTokens, Segment
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Analysis of JSON schemas: faulty keywords, names of properties, and closing of objects."""

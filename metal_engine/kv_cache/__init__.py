@@ -1,0 +1,1 @@
+"""Arrays of the KV cache and of recurrent states, and how a step reads and writes them."""

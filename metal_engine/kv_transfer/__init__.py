@@ -1,0 +1,1 @@
+"""KV of finished blocks in stores, for other requests and other servers."""

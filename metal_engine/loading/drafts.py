@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from metal_engine.attention.choice import BackendChoice
-    from metal_engine.checkpoints.checkpoint import StoredTensor
     from metal_engine.checkpoints.loader import LoadedModel
+    from metal_engine.checkpoints.metadata import StoredTensor
     from metal_engine.checkpoints.requirements import CheckpointRequirements
     from metal_engine.loading.opened_model import OpenedModel
     from metal_engine.models.draft_head import PagedDraftHead
@@ -122,8 +122,8 @@ def admit_head(
     Raises:
         ModelLoadError: the method is ``mtp``, and the head does not fit or its files are invalid.
     """
-    from metal_engine.checkpoints.checkpoint import OWN_WEIGHTS, stored_tensors
     from metal_engine.checkpoints.draft_heads.names import head_files
+    from metal_engine.checkpoints.metadata import OWN_WEIGHTS, stored_tensors
 
     config = speculative_config(args)
     if config is None or config.method not in _HEAD_METHODS:

@@ -122,8 +122,8 @@ def with_largest_image(config: EngineConfig) -> EngineConfig:
 def _load(args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, *, is_checked: bool) -> _Sizes:
     import mlx.core as mx
 
-    from metal_engine.checkpoints.checkpoint import read_config
     from metal_engine.checkpoints.loader import DTYPES
+    from metal_engine.checkpoints.metadata import read_config
     from metal_engine.device.info import computes_on_cpu
     from metal_engine.models.multimodal.check import check_images
     from metal_engine.models.multimodal.loading import load_encoder_weights

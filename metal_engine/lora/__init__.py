@@ -1,0 +1,1 @@
+"""LoRA adapters: their files, their slots on the device, and their arithmetic."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from metal_engine.checkpoints.checkpoint import StoredTensor, is_vision_tensor, stored_tensors
-from metal_engine.checkpoints.files import read_json
+from metal_engine.checkpoints.file_checks import read_json
+from metal_engine.checkpoints.metadata import StoredTensor, is_vision_tensor, stored_tensors
 from metal_engine.errors import AdapterError, ModelLoadError, one_line, short
 from metal_engine.lora_adapter import LARGEST_FLOAT32, AdapterTargets
 

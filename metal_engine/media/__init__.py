@@ -1,0 +1,1 @@
+"""Images of requests, from their source to placeholders in the prompt."""

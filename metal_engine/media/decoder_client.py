@@ -48,7 +48,8 @@ class DecodedImage:
     """An image after its header was read.
 
     Attributes:
-        grid: numbers that determine the image's tokens (:class:`metal_engine.media.families.base.ImageFamily`).
+        grid: numbers that determine the image's tokens, as in
+            :class:`metal_engine.media.families.base.ImageProcessorFamily`.
         num_tokens: number of the image's tokens.
         inputs: inputs of the encoder by name; None if the images up to and including this one have too many tokens.
         content_hash: hash of the grid and the inputs; empty without inputs.

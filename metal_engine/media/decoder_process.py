@@ -32,7 +32,7 @@ import numpy as np
 from metal_engine.forks.channel import LENGTH, framed, receive
 from metal_engine.forks.limits import Growth, Monitor
 from metal_engine.forks.serving import serve_forks
-from metal_engine.media.families.base import Grid, ImageFamily
+from metal_engine.media.families.base import Grid, ImageProcessorFamily
 from metal_engine.media.families.find import find_family
 from metal_engine.media.image_decoding import ImageFileError, decoded, displayed_size, open_image
 from metal_engine.media.limits import IMAGE_CPU_SECONDS, LOW_DETAIL_TOKENS, MAX_GROWTH
@@ -46,7 +46,7 @@ class _Refused(Exception):
     """An image that cannot be used."""
 
 
-def serve_images(channel: socket.socket, families: dict[str, ImageFamily]) -> None:
+def serve_images(channel: socket.socket, families: dict[str, ImageProcessorFamily]) -> None:
     """Process images received from a socket, until it is closed. Raises EOFError then."""
     gc.freeze()  # a garbage collection would copy the parent's pages
     Monitor(channel, Growth(), MAX_GROWTH).start()
@@ -67,7 +67,7 @@ def serve_images(channel: socket.socket, families: dict[str, ImageFamily]) -> No
             channel.sendall(array.data.cast("B"))
 
 
-def _work(family: ImageFamily, data: bytes, max_tokens: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _work(family: ImageProcessorFamily, data: bytes, max_tokens: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the answer for an image, and the arrays that follow the answer.
 
     Raises:

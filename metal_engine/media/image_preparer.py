@@ -10,7 +10,7 @@ import numpy as np
 
 from metal_engine.errors import PromptError
 from metal_engine.media.decoder_client import ImageDecoder, ImageError, check_size
-from metal_engine.media.families.base import Grid, ImageFamily
+from metal_engine.media.families.base import Grid, ImageProcessorFamily
 from metal_engine.media.families.find import find_family
 from metal_engine.media.limits import MAX_IMAGES, MAX_TOTAL_BYTES
 from metal_engine.media.newlines import NewlineJoiner
@@ -32,7 +32,7 @@ class ImagePreparer:
     """
 
     def __init__(self, vision: VisionConfig, encode: Callable[[str], list[int]]) -> None:
-        self._family: ImageFamily = find_family(vision, vision.max_image_tokens)
+        self._family: ImageProcessorFamily = find_family(vision, vision.max_image_tokens)
         self._image_token_id = vision.image_token_id
         own = vision.placeholder_token_id
         self._placeholder_id = vision.image_token_id if own is None else own

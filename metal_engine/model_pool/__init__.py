@@ -1,0 +1,1 @@
+"""Several models in one server: loading on demand, and unloading within the memory budget."""

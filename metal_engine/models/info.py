@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
-from metal_engine.checkpoints.checkpoint import context_length
 from metal_engine.checkpoints.loader import Divide, LoadedModel
+from metal_engine.checkpoints.metadata import context_length
 from metal_engine.checkpoints.model_classes import model_classes
 from metal_engine.checkpoints.requirements import CheckpointRequirements
 from metal_engine.errors import UnsupportedModelError

@@ -1,0 +1,1 @@
+"""Executes the scheduler's plans: arrays, forward pass, sampling, drafts and pooling."""

@@ -42,7 +42,7 @@ class Encoding:
 class FeatureCache:
     """Features of images by content hash.
 
-    The plans name the images to encode and the features to drop (``scheduling/image_features.py``).
+    The plans name the images to encode and the features to drop (``scheduling/image_planner.py``).
     """
 
     def __init__(self, model: PagedModel) -> None:

@@ -9,7 +9,7 @@ from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import Block
 from metal_engine.scheduling.prefix_cache import PrefixCache
-from metal_engine.scheduling.request_states import RequestStates
+from metal_engine.scheduling.recurrent_states import RecurrentStates
 from metal_engine.scheduling.token_allotment import PrefillAllocator, is_long
 from metal_engine.scheduling.waiting_queue import WaitingQueue
 from metal_engine.settings.config import SchedulerConfig
@@ -67,7 +67,7 @@ class Admissions:
         config: SchedulerConfig,
         prefix_cache: PrefixCache,
         block_size: int,
-        states: RequestStates,
+        states: RecurrentStates,
         connector: KVConnectorScheduler | None,
     ) -> None:
         self.loading: dict[str, Request] = {}

@@ -22,7 +22,7 @@ from metal_engine.lora_adapter import Adapter
 from metal_engine.prompt_images import PromptImages
 from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import Block, BlockManager
-from metal_engine.scheduling.image_features import last_cut
+from metal_engine.scheduling.image_planner import last_cut
 from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.settings.config import CacheConfig
 
@@ -174,7 +174,7 @@ class PrefixCache:
         if not self._slots.num_slots:
             return Missing((), blocks)
         prefix = hashes[: hashes.index(blocks[0]) if blocks else None]
-        # A producer of the same prompt writes a state checkpoint after this many blocks (`RequestStates`).
+        # A producer of the same prompt writes a state checkpoint after this many blocks (`RecurrentStates`).
         wanted = min(request.num_lasting_tokens, request.num_tokens - 1) // self._block_size
         has_state = self._slots.longest(hashes, len(hashes)) >= min(wanted, len(hashes))
         return Missing(prefix, blocks, not has_state, wanted)

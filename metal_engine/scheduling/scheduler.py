@@ -12,10 +12,10 @@ from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestOutput, RequestStatus
 from metal_engine.scheduling.admission import Admissions, Candidate
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.image_features import RequestImages
+from metal_engine.scheduling.image_planner import ImagePlanner
 from metal_engine.scheduling.integrity import check_integrity
 from metal_engine.scheduling.prefix_cache import PrefixCache
-from metal_engine.scheduling.request_states import RequestStates
+from metal_engine.scheduling.recurrent_states import RecurrentStates
 from metal_engine.scheduling.speculation.proposals import Proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.scheduling.state_slots import StateSlots
@@ -59,8 +59,8 @@ class Scheduler:
         self.blocks = BlockManager(cache_config.num_blocks, cache_config.block_size)
         self.connector = connector
         slots = StateSlots(cache_config.num_state_slots)
-        self.states = RequestStates(slots, cache_config, config.max_num_seqs, connector)
-        self.images = RequestImages(config, chunk_unit(config, cache_config.block_size))
+        self.states = RecurrentStates(slots, cache_config, config.max_num_seqs, connector)
+        self.images = ImagePlanner(config, chunk_unit(config, cache_config.block_size))
         on_publish = None if connector is None else self._save_to_store
         self.prefix_cache = PrefixCache(self.blocks, cache_config, slots, on_publish)
         self.requests: dict[str, Request] = {}

@@ -17,7 +17,7 @@ from math import isqrt
 
 from metal_engine.errors import ContextLengthError, PromptError
 from metal_engine.request import Request
-from metal_engine.scheduling.image_features import last_cut, next_cut
+from metal_engine.scheduling.image_planner import last_cut, next_cut
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 
 # Maximum number of prompt rows with log probabilities in a step. With a vocabulary of 262,144 the logits of one row

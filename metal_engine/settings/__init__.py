@@ -1,0 +1,1 @@
+"""Arguments of users, and the configuration that follows from them."""

@@ -17,8 +17,8 @@ from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.choice import BackendChoice, choose_backend
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
-from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.attention.portable_fallback import FallbackBackend
 from metal_engine.doctor.examine import OK, examine
 from metal_engine.errors import ConfigError, UnsupportedModelError
 from metal_engine.kv_cache.rows import StepRows
@@ -125,7 +125,7 @@ def test_what_is_not_covered_goes_the_portable_way(
     """One warning covers all such layers."""
     kinds = [kind(), uncovered, kind(), uncovered]
     chosen = auto().for_layers(kinds, block_size)
-    assert isinstance(chosen.backend, MixedBackend) and chosen.backend.name == "metal"
+    assert isinstance(chosen.backend, FallbackBackend) and chosen.backend.name == "metal"
     num_portable = 4 if block_size == 12 else 2
     assert chosen.layers == AttentionLayers(metal=4 - num_portable, portable=num_portable, not_covered=(what,))
     (record,) = caplog.records

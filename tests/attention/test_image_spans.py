@@ -12,7 +12,7 @@ import pytest
 from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.kernel_selftest import KernelFailedError, try_images
 from metal_engine.attention.metal.backend import MetalBackend
-from metal_engine.attention.metal.kinds import shape_of
+from metal_engine.attention.metal.layer_kinds import shape_of
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Limits
 from metal_engine.kv_cache.rows import ImageSpans
 from metal_engine.kv_cache.spec import KVSpec

@@ -14,9 +14,9 @@ from metal_engine.attention.choice import BackendChoice, ChosenAttention
 from metal_engine.attention.index_selftest import IndexKind
 from metal_engine.attention.indexed import IndexQueries, SelectionSize, plan_selection
 from metal_engine.attention.metal.backend import MetalBackend
-from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.indexed import select_keys
+from metal_engine.attention.portable_fallback import FallbackBackend
 from metal_engine.doctor.figures import Figure, Verdict
 from metal_engine.doctor.references.attention import selected_keys
 from metal_engine.doctor.sections.kernels import index_errors
@@ -315,7 +315,7 @@ def test_other_indexes_are_left_to_mlx(index: IndexKind, why: str, caplog: pytes
 def test_layers_of_the_portable_backend_attend_to_the_kernels_selection() -> None:
     step = Step.random(SEGMENTS, 8, 2, 8, mx.float32, **SMALL)
     kind = AttentionKind.of(step.packed.q, step.packed.state, None, None, None)
-    mixed = MixedBackend(backend(), PortableBackend(), frozenset({kind}))
+    mixed = FallbackBackend(backend(), PortableBackend(), frozenset({kind}))
     with record_launches() as launches:
         picks, out = step.attend(mixed)
     assert {launch.kernel for launch in launches} == {"index_scores", "index_select"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from metal_engine.attention.metal.backend import MetalBackend
-from metal_engine.attention.metal.kinds import shape_of
+from metal_engine.attention.metal.layer_kinds import shape_of
 from metal_engine.attention.metal.variants import AttentionShape, fits_tensor_ops
 from tests.attention.test_metal_host import arrays_in_memory
 from tools.fixtures.packed_step import PackedStep, make_step

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from metal_engine.attention.backend import AttentionBackend, ReplayableBackend, size_class
-from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS
+from metal_engine.attention.portable_fallback import FallbackBackend
 from tests.support.simulated import backend, relative_error
 from tools.fixtures.packed_step import PackedStep, make_step
 
@@ -85,7 +85,7 @@ def test_what_the_portable_backend_does_in_several_pieces_is_not_one_table() -> 
 
 
 def test_backends_that_cannot() -> None:
-    chosen: AttentionBackend = MixedBackend(backend(), PortableBackend(), frozenset())
+    chosen: AttentionBackend = FallbackBackend(backend(), PortableBackend(), frozenset())
     assert not isinstance(chosen, ReplayableBackend)
 
 

@@ -20,7 +20,7 @@ from metal_engine.attention.choice_file import TunedChoice, TunedChoiceFile, des
 from metal_engine.attention.kernel_selftest import KernelFailedError, try_kernel
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, Cut
-from metal_engine.attention.mixed import MixedBackend
+from metal_engine.attention.portable_fallback import FallbackBackend
 from metal_engine.attention.tuning import TUNING_SECONDS, Tuner
 from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.spec import KVSpec
@@ -419,7 +419,7 @@ def test_layers_have_what_was_chosen_for_their_kind(untried: None, on: Any, tmp_
 def test_mlx_s_operations_compute_what_they_compute_faster(untried: None, on: Any, tmp_path: Path) -> None:
     choice = backend_choice(on(lambda template, _: MS * (10 if template["HAS_WINDOW"] else 1), mlx=2 * MS), tmp_path)
     tuned = choice.tuned(choice.for_layers([KIND, OTHER], BLOCK_SIZE), BLOCK_SIZE)
-    assert isinstance(tuned.backend, MixedBackend) and tuned.backend.on_portable == {OTHER}
+    assert isinstance(tuned.backend, FallbackBackend) and tuned.backend.on_portable == {OTHER}
     assert (tuned.layers.metal, tuned.layers.portable) == (1, 1)
     assert tuned.layers.not_covered == ("head_dim 64, faster with MLX's operations",)
     assert len(tuned.layers.tuned) == 1

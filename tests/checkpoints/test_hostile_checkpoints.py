@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import typer
 
-from metal_engine.checkpoints import checkpoint, files
+from metal_engine.checkpoints import file_checks, metadata
 from metal_engine.checkpoints.answer_formats import find_answer_format
-from metal_engine.checkpoints.files import read_json
+from metal_engine.checkpoints.file_checks import read_json
 from metal_engine.checkpoints.loader import load
 from metal_engine.cli.options import one_line_errors
 from metal_engine.errors import ConfigError, ModelLoadError
@@ -49,7 +49,7 @@ def weights_in_a_pipe(folder: Path) -> None:
     path.unlink()
     os.mkfifo(path)
     # Held open with data to read, so that without the check, the test would fail with another message and not hang.
-    os.write(os.open(path, os.O_RDWR), checkpoint._LFS_POINTER)
+    os.write(os.open(path, os.O_RDWR), metadata._LFS_POINTER)
 
 
 def weights_in_a_folder(folder: Path) -> None:
@@ -286,21 +286,21 @@ def test_bits_that_cannot_be(tmp_path: Path, module: str) -> None:
 def test_large_files_are_not_read(copied: Path, name: str) -> None:
     """The files are sparse, so their size takes no disk space."""
     with (copied / name).open("ab") as file:
-        file.truncate(files.MAX_HEADER_BYTES + 1)
+        file.truncate(file_checks.MAX_HEADER_BYTES + 1)
     assert "more than the limit of" in refused(copied)
 
 
 def test_no_more_tensors_than_models_have(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_MAX_TENSORS", 3)
+    monkeypatch.setattr(metadata, "_MAX_TENSORS", 3)
     assert "tensors: more than" in refused(good)
 
 
 def test_tensors_of_all_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path, num_shards=3)
-    num_tensors = len(list(checkpoint.stored_tensors(checkpoint.weight_files(folder))))
-    monkeypatch.setattr(checkpoint, "_MAX_TENSORS", num_tensors)
+    num_tensors = len(list(metadata.stored_tensors(metadata.weight_files(folder))))
+    monkeypatch.setattr(metadata, "_MAX_TENSORS", num_tensors)
     load(EngineArgs(model=str(folder)), CPU)
-    monkeypatch.setattr(checkpoint, "_MAX_TENSORS", num_tensors - 1)
+    monkeypatch.setattr(metadata, "_MAX_TENSORS", num_tensors - 1)
     assert f"have {num_tensors} tensors" in refused(folder)
 
 
@@ -392,7 +392,7 @@ def test_links_are_followed(good: Path, tmp_path: Path) -> None:
 
 
 def test_ids_that_are_none_end_nothing() -> None:
-    assert checkpoint.eos_token_ids({"eos_token_id": [2, -1, True, 1 << 40, "x", {}, 1.0]}) == {2}
+    assert metadata.eos_token_ids({"eos_token_id": [2, -1, True, 1 << 40, "x", {}, 1.0]}) == {2}
 
 
 @pytest.mark.parametrize("name", [["json_tools"], "a.b", "..", "a\0", "x" * 5000])

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model
 
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.checkpoints import checkpoint
+from metal_engine.checkpoints import metadata
 from metal_engine.checkpoints.image_encoders import image_refusal
 from metal_engine.checkpoints.loader import load
 from metal_engine.checkpoints.requirements import safetensors_requirements
@@ -125,10 +125,10 @@ def check(folder: Path, original: Any, tolerance: float) -> None:
     assert np.abs(logits(loaded.model) - expected).max() < tolerance * np.abs(expected).max()
     check_paged_model(PagedModel(loaded.model), PortableBackend(), VOCAB_SIZE)
     num_bytes = sum(array.nbytes for _, array in tree_flatten(original.parameters()))
-    tensors = list(checkpoint.stored_tensors(checkpoint.weight_files(folder)))
-    config = checkpoint.read_config(folder)
+    tensors = list(metadata.stored_tensors(metadata.weight_files(folder)))
+    config = metadata.read_config(folder)
     facts = safetensors_requirements(config, tensors, EngineArgs(model=str(folder)), METAL)
     if image_refusal(config, EngineArgs(model=str(folder))) is None:
-        num_bytes += sum(tensor.nbytes for tensor in checkpoint.vision_tensors(tensors))
+        num_bytes += sum(tensor.nbytes for tensor in metadata.vision_tensors(tensors))
     # On Metal, the weights keep their type, so reading them takes no further memory.
     assert (facts.weight_bytes, facts.reading_bytes) == (num_bytes, 0)

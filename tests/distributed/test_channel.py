@@ -17,7 +17,7 @@ import pytest
 from metal_engine.distributed.channel import (
     MAX_FRAME,
     TOKEN_BYTES,
-    Kind,
+    FrameKind,
     Link,
     _receive_by,
     accept_ranks,
@@ -61,9 +61,9 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 def test_frames_arrive_in_order_and_heartbeats_do_not() -> None:
     a, b = tcp_pair()
     one, other = Watched(a, 60), Watched(b, 60)
-    sent = [(Kind.PLAN, b"x" * 300_000), (Kind.FINISH, b"[]"), (Kind.PLAN, b"")]
+    sent = [(FrameKind.PLAN, b"x" * 300_000), (FrameKind.FINISH, b"[]"), (FrameKind.PLAN, b"")]
     for _ in range(3):
-        other.send(Kind.BEAT, bytes(8))
+        other.send(FrameKind.BEAT, bytes(8))
         for frame in sent:
             one.send(*frame)
         assert [other.receive() for _ in sent] == sent
@@ -77,7 +77,7 @@ def test_a_rank_that_ends_is_lost_at_once() -> None:
     assert link.lost.get(timeout=60) == "rank 1 (here) has gone (the connection was closed)"
     with pytest.raises(RunnerLostError, match="rank 1"):
         for _ in range(100):  # the kernel accepts the first frames
-            link.send(Kind.PLAN, b"x" * 1000)
+            link.send(FrameKind.PLAN, b"x" * 1000)
             time.sleep(0.01)
 
 
@@ -100,15 +100,15 @@ def test_a_rank_that_is_told_to_end_is_not_lost() -> None:
     a, b = tcp_pair()
     one, other = Watched(a, 60), Watched(b, 60)
     one.close()
-    one.send(Kind.QUIT)
-    assert other.receive() == (Kind.QUIT, b"")
+    one.send(FrameKind.QUIT)
+    assert other.receive() == (FrameKind.QUIT, b"")
     a.shutdown(socket.SHUT_RDWR)
     with pytest.raises(queue.Empty):
         other.lost.get(timeout=0.5)
     assert one.lost.empty()
 
 
-@pytest.mark.parametrize("header", [struct.pack(">IB", MAX_FRAME + 1, Kind.PLAN), struct.pack(">IB", 0, 99)])
+@pytest.mark.parametrize("header", [struct.pack(">IB", MAX_FRAME + 1, FrameKind.PLAN), struct.pack(">IB", 0, 99)])
 def test_what_is_no_frame_is_refused_before_it_is_read(
     header: bytes, pair: tuple[socket.socket, socket.socket]
 ) -> None:

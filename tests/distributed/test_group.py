@@ -22,7 +22,7 @@ import pytest
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.digests import file_digests
 from metal_engine.distributed import leader as leader_module
-from metal_engine.distributed.channel import Kind, Link, listen
+from metal_engine.distributed.channel import FrameKind, Link, listen
 from metal_engine.distributed.follower import run_frame
 from metal_engine.distributed.group import RankGroup, _pass_on
 from metal_engine.distributed.leader import LeaderRunner
@@ -189,7 +189,7 @@ def test_a_plan_that_is_too_large_drops_what_it_would_have_dropped(monkeypatch: 
     with pytest.raises(ValueError, match="too large"):
         leader.execute(SchedulerOutput(3, {"a": 5}, dropped_req_ids=["x", "y"]))
     kind, content = theirs.receive(60)
-    assert (kind, decode_ids(content)) == (Kind.DROP, ["x", "y", "a"])
+    assert (kind, decode_ids(content)) == (FrameKind.DROP, ["x", "y", "a"])
     assert runner.forgotten == ["x", "y"]
     for link in (ours, theirs):
         link.close()
@@ -206,7 +206,7 @@ def test_a_rank_that_takes_nothing_keeps_no_other_from_hearing_of_a_loss() -> No
 
     def fill() -> None:
         with suppress(RunnerLostError):  # the link closes at the end of this test
-            full.send(Kind.PLAN, bytes(64 << 20))
+            full.send(FrameKind.PLAN, bytes(64 << 20))
 
     threading.Thread(target=fill, daemon=True).start()
     threading.Thread(target=_pass_on, args=([full, ours], RunnerLostError("rank 3 has gone")), daemon=True).start()

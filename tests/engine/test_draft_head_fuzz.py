@@ -63,7 +63,7 @@ def make_engine(model: str, mode: dict[str, Any], rng: random.Random) -> Stepped
     )
     costs = FreeDrafts(may_probe=rng.random() < 0.8)
     ahead = KnownAheadTimes(0.7)
-    speculate(engine.scheduler, make_proposer(speculative), ChangingTimes(rng), costs, async_times=ahead)
+    speculate(engine.scheduler, make_proposer(speculative), ChangingTimes(rng), costs, async_planning=ahead)
     return engine
 
 

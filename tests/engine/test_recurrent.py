@@ -15,7 +15,7 @@ from metal_engine.models.recurrent.state_cache import StateCache
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.request_states import RequestStates
+from metal_engine.scheduling.recurrent_states import RecurrentStates
 from tests.support.sweeps import sweep
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.fake_engine import VOCAB_SIZE
@@ -144,13 +144,13 @@ def with_stale_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_checkpoints_written_by_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    admit = RequestStates.admit
+    admit = RecurrentStates.admit
 
-    def written(self: RequestStates, request: object, num_cached: int, num_shared: int) -> tuple[int, int]:
+    def written(self: RecurrentStates, request: object, num_cached: int, num_shared: int) -> tuple[int, int]:
         read, slot = admit(self, request, num_cached, num_shared)  # type: ignore[arg-type]
         return (read, read) if read else (read, slot)
 
-    monkeypatch.setattr(RequestStates, "admit", written)
+    monkeypatch.setattr(RecurrentStates, "admit", written)
 
 
 def with_zeros_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from metal_engine.request import RequestOutput
 from metal_engine.runner.batch import RequestTable
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.request_states import DRAFTS_INTERVAL, RequestStates
+from metal_engine.scheduling.recurrent_states import DRAFTS_INTERVAL, RecurrentStates
 from tests.engine.test_recurrent import ARCHITECTURES, GREEDY, PROMPTS, hybrid_engine, own_answer, own_answers, prompts
 from tests.runner.test_speculation import EVERYTHING, check_same
 from tests.support.speculation import KnownOutputs, propose_from, speculative_config
@@ -142,9 +142,9 @@ def going_on_from_the_wrong_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keeping_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: drafts are computed in place."""
-    keep = RequestStates.keep_for_drafts
+    keep = RecurrentStates.keep_for_drafts
 
-    def wrong(self: RequestStates, plan: Any, request: Any) -> bool:
+    def wrong(self: RecurrentStates, plan: Any, request: Any) -> bool:
         had = plan.new_state_slots.get(request.request_id)
         if not keep(self, plan, request):
             return False
@@ -152,7 +152,7 @@ def keeping_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
             plan.new_state_slots.pop(request.request_id, None)
         return True
 
-    monkeypatch.setattr(RequestStates, "keep_for_drafts", wrong)
+    monkeypatch.setattr(RecurrentStates, "keep_for_drafts", wrong)
 
 
 @pytest.mark.parametrize(

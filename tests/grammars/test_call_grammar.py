@@ -12,8 +12,8 @@ import pytest
 from metal_engine.answers.format_phases import call_phase
 from metal_engine.engine.phase_rules_maker import PhaseRulesMaker
 from metal_engine.grammars.call_grammar import _MAX_COMPILATIONS, CallGrammar, faulty_arguments
-from metal_engine.grammars.compiled import CompiledGrammar, SegmentEnd
 from metal_engine.grammars.compiler import GrammarCompiler
+from metal_engine.grammars.grammar_client import CompiledGrammar, SegmentEnd
 from metal_engine.output_phases import CallTrigger
 from tests.grammars.hostile import PATTERNS
 from tests.support.splitting import answer_format

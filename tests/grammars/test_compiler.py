@@ -23,10 +23,10 @@ from metal_engine.errors import OverloadedError, ParameterError
 from metal_engine.forks import forking_process
 from metal_engine.forks.channel import framed, receive
 from metal_engine.forks.forking_process import ForkError
-from metal_engine.grammars import compiled as compiled_module
 from metal_engine.grammars import compiler as compiler_module
-from metal_engine.grammars.compiled import CompiledGrammar, SegmentEnd
+from metal_engine.grammars import grammar_client as compiled_module
 from metal_engine.grammars.compiler import GrammarCompiler
+from metal_engine.grammars.grammar_client import CompiledGrammar, SegmentEnd
 from metal_engine.grammars.messages import MASK, pack_compiled, pack_end, pack_masks, unpack_step
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.grammars.hostile import PATTERNS, cubic, descendants

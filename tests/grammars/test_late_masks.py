@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from metal_engine.forks.channel import framed
-from metal_engine.grammars import compiled as compiled_module
-from metal_engine.grammars.compiled import CompiledGrammar, GrammarMatcher
+from metal_engine.grammars import grammar_client as compiled_module
+from metal_engine.grammars.grammar_client import CompiledGrammar, GrammarMatcher
 from metal_engine.grammars.messages import MASK, MASK_ALONE, pack_masks
 from metal_engine.runner import step_sampling
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams

@@ -20,7 +20,7 @@ from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.engine.phase_rules_maker import PhaseRulesMaker
 from metal_engine.grammars.call_grammar import CallGrammar
-from metal_engine.grammars.compiled import SegmentEnd
+from metal_engine.grammars.grammar_client import SegmentEnd
 from metal_engine.grammars.phase_matcher import PhaseMatcher
 from metal_engine.grammars.source import grammar_source
 from metal_engine.output_phases import CallPhase, OutputPhases, ReasoningPhase

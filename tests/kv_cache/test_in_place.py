@@ -361,7 +361,7 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
     are_accepted: set[bool] = set()  # True for a request and step if all drafts were accepted
     if has_drafts:
         proposer = NgramProposer(speculative)
-        speculate(scheduler, proposer, async_times=KnownAheadTimes(0.7))
+        speculate(scheduler, proposer, async_planning=KnownAheadTimes(0.7))
         proposer.record_result = lambda request, n, right: are_accepted.add(n == right)  # type: ignore[method-assign]
     _add(scheduler, [20, 27, 80], num_tokens, repeats=has_drafts)
     mx.synchronize()

@@ -13,7 +13,7 @@ from PIL import Image
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from metal_engine.media.families.base import ImageFamily
+from metal_engine.media.families.base import ImageProcessorFamily
 from metal_engine.media.families.find import FAMILIES, find_family
 from metal_engine.media.image_preparer import ImagePreparer, LoadedImage
 from metal_engine.prompt_images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS, PromptImages
@@ -57,7 +57,7 @@ class Case:
     ) -> None:
         self.hf, self.marker, self.golden = hf, marker or image, golden
         self.vision = VisionConfig(image_token_id=hf.convert_tokens_to_ids(image), **vision)
-        self.family: ImageFamily = find_family(self.vision, None)
+        self.family: ImageProcessorFamily = find_family(self.vision, None)
         self._tokenizer = Tokenizer(hf)
 
     def load(self, images: list[Image.Image]) -> list[LoadedImage]:

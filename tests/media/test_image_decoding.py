@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from metal_engine.media import image_decoding
 from metal_engine.media.image_decoding import ImageFileError, decoded, displayed_size, open_image
 from tests.support.image_files import encoded, hostile_files, picture, png, png_chunk, png_of
 

@@ -20,8 +20,8 @@ from mlx_lm.models import bitlinear_layers, deepseek_v41
 from mlx_lm.models.cache import make_prompt_cache
 
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.checkpoints.checkpoint import StoredTensor
 from metal_engine.checkpoints.find import check_architecture
+from metal_engine.checkpoints.metadata import StoredTensor
 from metal_engine.checkpoints.requirements import safetensors_requirements
 from metal_engine.checkpoints.shared_indexes import check_indexes
 from metal_engine.errors import UnsupportedModelError

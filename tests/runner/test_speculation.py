@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metal_engine.grammars.compiled import GrammarMatcher
+from metal_engine.grammars.grammar_client import GrammarMatcher
 from metal_engine.request import RequestOutput
 from metal_engine.runner import logits_edits, sampler, step_sampling
 from metal_engine.runner.logits_edits import RequestEdits

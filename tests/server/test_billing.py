@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.server.openai.conversation import without_billing_line
+from metal_engine.server.openai.base_chat_endpoint import without_billing_line
 from tests.support.calling import CONFIG
 from tests.support.serving import MODEL, Served, serve
 

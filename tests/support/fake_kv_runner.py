@@ -494,7 +494,7 @@ class SchedulerHarness:
             proposer = self.proposer or make_proposer(config.speculative)
             costs = FreeDrafts(may_probe=drafts % 2 == 0) if has_draft_model else None
             ahead = KnownAheadTimes((0.3, 0.6, 2.0)[drafts // 3 % 3])
-            speculate(self.scheduler, proposer, times, costs, async_times=ahead)
+            speculate(self.scheduler, proposer, times, costs, async_planning=ahead)
             self.runner.draft_model = SomeRightDraftModel(self.tracked, drafts) if has_draft_model else None
         self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_engine.distributed.channel import Kind
+from metal_engine.distributed.channel import FrameKind
 from metal_engine.distributed.follower import run_frame
 from metal_engine.distributed.group import RankGroup, open_group
 from metal_engine.errors import UnsupportedModelError
@@ -44,7 +44,7 @@ def _run(case: RankCase, group: RankGroup) -> Any:
     leader = group.lead(runner, 600)
     result = run_case(case, leader)
     for link in group._links:
-        link.send(Kind.FIGURES)  # marks the end of this case
+        link.send(FrameKind.FIGURES)  # marks the end of this case
     return {**result, "memory": group.exchange("memory", memory.held())}
 
 
@@ -70,7 +70,7 @@ def _follow(runner: ModelRunner, group: RankGroup, *, keeps: bool) -> None:
     steps: deque[PendingStep] = deque()
     (leader,) = group._links
     kept: list[mx.array] = []
-    while (frame := leader.receive())[0] is not Kind.FIGURES:
+    while (frame := leader.receive())[0] is not FrameKind.FIGURES:
         if keeps:
             kept = [array for state in runner.pool.states for array in state.block_arrays().values()]
         run_frame(runner, steps, leader, *frame)

@@ -9,12 +9,12 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
-from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
-from metal_engine.scheduling.speculation.computed_drafts import DraftCosts
+from metal_engine.scheduling.speculation.async_planning import AsyncPlanning
+from metal_engine.scheduling.speculation.draft_costs import DraftCosts
 from metal_engine.scheduling.speculation.draft_gain import DraftGain, UnmeasuredGain
-from metal_engine.scheduling.speculation.draft_lengths import StepTimes
 from metal_engine.scheduling.speculation.proposals import Proposer, make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
+from metal_engine.scheduling.speculation.step_times import StepTimes
 from metal_engine.settings.config import SpeculativeConfig
 
 
@@ -60,7 +60,7 @@ class KnownTimes(StepTimes):
         return [1 + self._row_seconds * n for n in range(num_rows, num_rows + most + 1)]
 
 
-class KnownAheadTimes(AsyncStepTimes):
+class KnownAheadTimes(AsyncPlanning):
     """Times of asynchronously planned steps that are set by the test."""
 
     def __init__(self, step_seconds: float) -> None:
@@ -143,7 +143,7 @@ def speculate(
     times: StepTimes | None = None,
     costs: DraftCosts | None = None,
     *,
-    async_times: AsyncStepTimes | None = None,
+    async_planning: AsyncPlanning | None = None,
     gain: DraftGain | None = None,
 ) -> None:
     """Replace the speculation of a scheduler. By default, draft rows are free, and no gain is measured."""
@@ -154,7 +154,7 @@ def speculate(
         times or KnownTimes(),
         costs,
         states=scheduler.states,
-        async_times=async_times,
+        async_planning=async_planning,
         gain=gain or UnmeasuredGain(),
     )
 
@@ -167,7 +167,7 @@ def draft_for_free(engine: EngineCore, *, may_probe: bool = True) -> None:
     speculative = engine.config.scheduler.speculative
     assert speculative is not None
     costs, ahead = FreeDrafts(may_probe=may_probe), KnownAheadTimes(0.7)
-    speculate(engine.scheduler, make_proposer(speculative), costs=costs, async_times=ahead)
+    speculate(engine.scheduler, make_proposer(speculative), costs=costs, async_planning=ahead)
 
 
 def propose_from(engine: EngineCore, proposer: Proposer) -> None:
@@ -175,4 +175,4 @@ def propose_from(engine: EngineCore, proposer: Proposer) -> None:
 
     Asynchronously planned steps take 0.7 of the time of other steps.
     """
-    speculate(engine.scheduler, proposer, async_times=KnownAheadTimes(0.7))
+    speculate(engine.scheduler, proposer, async_planning=KnownAheadTimes(0.7))

@@ -17,7 +17,7 @@ import numpy as np
 
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import THREADGROUPS_PER_CORE
-from metal_engine.attention.metal.kinds import shape_of
+from metal_engine.attention.metal.layer_kinds import shape_of
 from metal_engine.attention.metal.variants import variant_of
 from tools.fixtures.packed_step import PackedStep, make_step
 from tools.metal_sim import LaunchCounts, MetalSimError, record_launches

@@ -18,7 +18,7 @@ from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.indexed import IndexQueries, plan_selection
 from metal_engine.attention.metal.backend import MetalBackend, MetalStep
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, Cut, tried_cuts
-from metal_engine.attention.metal.kinds import shape_of
+from metal_engine.attention.metal.layer_kinds import shape_of
 from metal_engine.attention.metal.variants import (
     UnsupportedAttentionError,
     check_supported,

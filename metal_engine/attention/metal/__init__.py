@@ -1,0 +1,1 @@
+"""Attention by the Metal kernels: work items of a step, variants of a kernel, and launches."""

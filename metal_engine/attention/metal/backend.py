@@ -19,7 +19,7 @@ from metal_engine.attention.indexed import Common, IndexQueries, KeySelection, S
 from metal_engine.attention.metal.attention_kernel import KernelFactory, attention_kernel
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, THREADGROUPS_PER_CORE, Cut
 from metal_engine.attention.metal.indexed import IndexKernels, SelectedRows
-from metal_engine.attention.metal.kinds import Kind, ShapeKey, make_kind, make_shape, shape_key
+from metal_engine.attention.metal.layer_kinds import LayerKind, ShapeKey, make_kind, make_shape, shape_key
 from metal_engine.attention.metal.planning import WorkItems, plan_work_items
 from metal_engine.attention.metal.variants import THREADS, AttentionShape, KernelVariant, fits_tensor_ops, variant_of
 from metal_engine.attention.portable.indexed import select_keys, tile_attention
@@ -250,7 +250,7 @@ class MetalBackend:
         tensor_ops: bool = False,
     ):
         self.cuts: Mapping[AttentionKind, Cut] = {}
-        self._kinds: dict[tuple[object, ...], Kind] = {}
+        self._kinds: dict[tuple[object, ...], LayerKind] = {}
         self._constants: dict[tuple[object, ...], mx.array] = {}
         # Created from host data once: mx.zeros would launch one more kernel in every layer.
         self.no_sinks = mx.array([0.0], mx.float32)
@@ -293,7 +293,7 @@ class MetalBackend:
         sinks: mx.Dtype | None,
         has_images: bool = False,
         is_selected: bool = False,
-    ) -> Kind:
+    ) -> LayerKind:
         """Return the shape, variant and template arguments of a kind of layer. Each kind is computed once.
 
         Args:

@@ -24,7 +24,7 @@ import numpy as np
 
 from metal_engine.attention.indexed import AttendTile, IndexQueries, SelectionSize, Tile
 from metal_engine.attention.metal.attention_kernel import KernelFactory, attention_kernel
-from metal_engine.attention.metal.kinds import Kind
+from metal_engine.attention.metal.layer_kinds import LayerKind
 from metal_engine.attention.metal.planning import MAX_SPLITS, WorkItems, plan_work_items
 from metal_engine.attention.metal.selected_latents import (
     RANGE_KEYS,
@@ -244,7 +244,7 @@ class SelectedRows:
         return self._tables[id(tile)]
 
     def attention(
-        self, step: MetalStep, kind: Kind, q: mx.array, state: KVState, scale: float, size: SelectionSize
+        self, step: MetalStep, kind: LayerKind, q: mx.array, state: KVState, scale: float, size: SelectionSize
     ) -> AttendTile:
         """Return the function that computes a layer's attention of a tile to selected keys.
 
@@ -265,7 +265,7 @@ class SelectedRows:
     def _attend(
         self,
         step: MetalStep,
-        kind: Kind,
+        kind: LayerKind,
         q: mx.array,  # [N, Hq, D]
         state: KVState,
         scale: float,
@@ -322,7 +322,7 @@ class SelectedRows:
             self._ranges[key] = plan_ranges(size.num_seen(tile.own_positions.ravel()), num_heads)
         return self._ranges[key]
 
-    def _list_items(self, kind: Kind, tile: Tile, size: SelectionSize, target: int) -> _ListItems:
+    def _list_items(self, kind: LayerKind, tile: Tile, size: SelectionSize, target: int) -> _ListItems:
         """Return the work items of a tile's lists: each list is planned as the context of one decode.
 
         ``target`` is the approximate number of threadgroups into which a list is split.

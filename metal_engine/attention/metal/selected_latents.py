@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.metal.attention_kernel import KernelFactory
-from metal_engine.attention.metal.kinds import Kind
+from metal_engine.attention.metal.layer_kinds import LayerKind
 from metal_engine.attention.metal.variants import columns_of_loads
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, kernel_text, on_device
 
@@ -24,7 +24,7 @@ THREADS = PARTS * SLOTS * 32
 RANGE_KEYS = SLOTS * 4 * 8  # latents that a threadgroup holds in registers
 
 
-def reads_latents_once(kind: Kind) -> bool:
+def reads_latents_once(kind: LayerKind) -> bool:
     """Return True if this kernel computes a kind of layer.
 
     ``paged_attention_selected`` computes all other kinds:
@@ -83,7 +83,7 @@ class SelectedLatents:
             source=kernel_text("selected_latents.metal"),
         )
 
-    def __call__(self, inputs: list[Any], kind: Kind, ranges: Ranges, num_cores: int) -> tuple[mx.array, mx.array]:
+    def __call__(self, inputs: list[Any], kind: LayerKind, ranges: Ranges, num_cores: int) -> tuple[mx.array, mx.array]:
         """Return the outputs of all ranges, [partial rows, Dv] in the layer's type, and their log-sum-exps, float32.
 
         The log-sum-exps are in base 2, [partial rows]. A threadgroup takes all registers of a core. If there are more

@@ -1,0 +1,1 @@
+"""Attention by MLX's operations, which runs on every device."""

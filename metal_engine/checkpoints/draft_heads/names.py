@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from metal_engine.checkpoints.checkpoint import StoredTensor, stored_tensors
+from metal_engine.checkpoints.metadata import StoredTensor, stored_tensors
 from metal_engine.errors import ModelLoadError
 
 # Files beside a model's weights that have only its draft head.

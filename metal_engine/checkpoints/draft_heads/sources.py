@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from metal_engine.checkpoints.checkpoint import INDEX
 from metal_engine.checkpoints.draft_heads.names import HEAD_PATTERNS, find_head
-from metal_engine.checkpoints.files import MAX_HEADER_BYTES
+from metal_engine.checkpoints.file_checks import MAX_HEADER_BYTES
 from metal_engine.checkpoints.find import fetch_repo
 from metal_engine.checkpoints.hub.download import download
 from metal_engine.checkpoints.hub.preflight import remote_tensors
@@ -22,6 +21,7 @@ from metal_engine.checkpoints.hub.repository import (
     is_offline,
     read_range,
 )
+from metal_engine.checkpoints.metadata import INDEX
 from metal_engine.checkpoints.model_names import HubName, is_local, parse_hub_name
 from metal_engine.errors import ModelLoadError
 

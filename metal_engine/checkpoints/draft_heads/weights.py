@@ -16,7 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from metal_engine.checkpoints.checkpoint import StoredTensor, stored_tensors
 from metal_engine.checkpoints.draft_heads.names import (
     EMBEDDING_TABLE,
     FP8_SCALES,
@@ -27,7 +26,8 @@ from metal_engine.checkpoints.draft_heads.names import (
     no_head_error,
 )
 from metal_engine.checkpoints.draft_heads.quantization import stored_quantization, without_fp8
-from metal_engine.checkpoints.files import read_json
+from metal_engine.checkpoints.file_checks import read_json
+from metal_engine.checkpoints.metadata import StoredTensor, stored_tensors
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line, short
 
 _NORMS = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")

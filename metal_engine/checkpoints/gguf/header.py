@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from metal_engine.checkpoints.files import MAX_HEADER_BYTES, check_readable
+from metal_engine.checkpoints.file_checks import MAX_HEADER_BYTES, check_readable
 from metal_engine.errors import ModelLoadError, short
 
 _MAGIC = b"GGUF"

@@ -1,0 +1,1 @@
+"""Downloads from Hugging Face's hub."""

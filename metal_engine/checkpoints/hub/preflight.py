@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from metal_engine.checkpoints import checkpoint
-from metal_engine.checkpoints.checkpoint import INDEX, StoredTensor
-from metal_engine.checkpoints.files import MAX_HEADER_BYTES, MAX_SETTINGS_BYTES
+from metal_engine.checkpoints import metadata
+from metal_engine.checkpoints.file_checks import MAX_HEADER_BYTES, MAX_SETTINGS_BYTES
 from metal_engine.checkpoints.hub.repository import HubRepo, read_range
+from metal_engine.checkpoints.metadata import INDEX, StoredTensor
 from metal_engine.checkpoints.model_names import DEFAULT_QUANTIZATION, GgufFile, HubName, gguf_models, matching_ggufs
 from metal_engine.checkpoints.requirements import CheckpointRequirements, requirements_by_size
 from metal_engine.errors import ModelLoadError
@@ -100,8 +100,8 @@ def read_remote_config(repo: HubRepo) -> dict[str, Any]:
             for name, limit in (("config.json", MAX_SETTINGS_BYTES), (INDEX, MAX_HEADER_BYTES)):
                 if name in repo.files:
                     (folder / name).write_bytes(read_range(repo, name, 0, min(repo.files[name].size or limit, limit)))
-            config = checkpoint.read_config(folder)
-            listed = checkpoint.listed_files(folder / INDEX) if INDEX in repo.files else []
+            config = metadata.read_config(folder)
+            listed = metadata.listed_files(folder / INDEX) if INDEX in repo.files else []
         except ModelLoadError as error:
             raise ModelLoadError(str(error).replace(temporary, repo.name)) from error
     missing = [name for name in listed if name not in repo.files]
@@ -152,4 +152,4 @@ def remote_tensors(repo: HubRepo, name: str) -> list[StoredTensor]:
     header = beginning[8 : 8 + length]
     if len(header) < length:
         header += read_range(repo, name, 8 + len(header), 8 + length)
-    return checkpoint.parse_safetensors_header(header, path)
+    return metadata.parse_safetensors_header(header, path)

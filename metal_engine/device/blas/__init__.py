@@ -1,0 +1,1 @@
+"""The BLAS library that MLX's CPU backend calls, and its threads."""

@@ -1,0 +1,1 @@
+"""References for the doctor's comparisons, computed in float64."""

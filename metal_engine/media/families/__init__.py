@@ -1,0 +1,1 @@
+"""Image processors of the supported model families."""

@@ -54,7 +54,7 @@ def scaled_by(processor: Any) -> tuple[np.ndarray, np.ndarray]:
     return scale, offset
 
 
-class ImageFamily(ABC):
+class ImageProcessorFamily(ABC):
     """Image processing of one model: pixels to inputs of the encoder, and the tokens of an image in the prompt.
 
     :meth:`grid` and :meth:`inputs` run in the process that decodes images. Only they need Pillow and the image
@@ -106,7 +106,7 @@ class ImageFamily(ABC):
         return dict(self.vision.processor)
 
 
-class EqualImages(ImageFamily):
+class EqualImages(ImageProcessorFamily):
     """Image processing that gives each image the same number of features. The grid has only this number."""
 
     @property

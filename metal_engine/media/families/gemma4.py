@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageFamily, integer_pixels, scaled_by
+from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageProcessorFamily, integer_pixels, scaled_by
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _LIMITS = (1120, 560, 280, 140, 70)
 
 
-class Gemma4(ImageFamily):
+class Gemma4(ImageProcessorFamily):
     """Image processing of Gemma 4. The grid has the numbers of rows and columns of features."""
 
     @cached_property

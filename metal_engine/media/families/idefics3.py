@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageFamily, integer_pixels, scaled_by
+from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageProcessorFamily, integer_pixels, scaled_by
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _FRAME, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
-class Idefics3(ImageFamily):
+class Idefics3(ImageProcessorFamily):
     """Image processing of Idefics 3 and SmolVLM.
 
     The grid has the numbers of rows and columns of tiles. Both are 0 for an image of one tile.

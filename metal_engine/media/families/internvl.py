@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageFamily, integer_pixels, scaled_by
+from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageProcessorFamily, integer_pixels, scaled_by
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
 
-class InternVL(ImageFamily):
+class InternVL(ImageProcessorFamily):
     """Image processing of InternVL. The grid is the number of tiles, including the tile of the whole image."""
 
     @cached_property

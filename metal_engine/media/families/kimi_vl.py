@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from metal_engine.media.families.base import Grid, ImageFamily, integer_pixels
+from metal_engine.media.families.base import Grid, ImageProcessorFamily, integer_pixels
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -20,7 +20,7 @@ _MAX_PATCHES = 512
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
-class KimiVL(ImageFamily):
+class KimiVL(ImageProcessorFamily):
     """Image processing of Kimi-VL. The grid has the numbers of patches in height and width."""
 
     @property

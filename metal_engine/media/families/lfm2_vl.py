@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from metal_engine.media.families.base import Grid, ImageFamily, integer_pixels
+from metal_engine.media.families.base import Grid, ImageProcessorFamily, integer_pixels
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _START, _END, _THUMBNAIL = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"
 
 
-class Lfm2VL(ImageFamily):
+class Lfm2VL(ImageProcessorFamily):
     """Image processing of LFM2-VL.
 
     The grid has the rows and columns of tiles, and the rows and columns of features of the resized image.

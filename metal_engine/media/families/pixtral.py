@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageFamily, integer_pixels, scaled_by
+from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageProcessorFamily, integer_pixels, scaled_by
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _ROW_END, _IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
 
 
-class Pixtral(ImageFamily):
+class Pixtral(ImageProcessorFamily):
     """Image processing of Pixtral and Mistral 3. The grid has the numbers of features in height and width."""
 
     @property

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageFamily, integer_pixels, scaled_by
+from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageProcessorFamily, integer_pixels, scaled_by
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
 
-class QwenVL(ImageFamily):
+class QwenVL(ImageProcessorFamily):
     """Image processing of Qwen2-VL to Qwen3.5. The grid has the numbers of patches in time, height and width."""
 
     has_axes = True

@@ -1,0 +1,1 @@
+"""Image encoders, and merging of their features into the embeddings of prompts."""

@@ -17,7 +17,7 @@ ComputeFeatures = Callable[[Any, mx.array, Mapping[str, mx.array]], mx.array]
 
 
 @dataclass(frozen=True)
-class ImageFamily:
+class EncoderFamily:
     """Encoders that take the same inputs.
 
     Attributes:
@@ -163,27 +163,27 @@ def _internvl(config: Any, rows: int, columns: int) -> SampleImage:
     return SampleImage({"pixel_values": _random(tiles, 3, side, side)}, tiles * features)
 
 
-_QWEN2 = ImageFamily(_qwen, (16, 24, 24))
-_QWEN3_VL = ImageFamily(_qwen, (24, 20, 20), interleaved=True)
-_QWEN3_5 = ImageFamily(_qwen, (11, 11, 10), interleaved=True)
+_QWEN2 = EncoderFamily(_qwen, (16, 24, 24))
+_QWEN3_VL = EncoderFamily(_qwen, (24, 20, 20), interleaved=True)
+_QWEN3_5 = EncoderFamily(_qwen, (11, 11, 10), interleaved=True)
 
 # By module of mlx_vlm.models.
 FAMILIES = {
-    "gemma3": ImageFamily(_gemma3, features=_gemma3_features),
-    "gemma4": ImageFamily(_gemma4, features=_gemma4_features),
-    "idefics3": ImageFamily(_idefics3),
-    "internvl": ImageFamily(_internvl),
-    "internvl_chat": ImageFamily(_internvl),
-    "kimi_vl": ImageFamily(_kimi),
-    "lfm2_vl": ImageFamily(_lfm2),
-    "llava": ImageFamily(_llava),
-    "mistral3": ImageFamily(_pixtral),
-    "pixtral": ImageFamily(_pixtral),
+    "gemma3": EncoderFamily(_gemma3, features=_gemma3_features),
+    "gemma4": EncoderFamily(_gemma4, features=_gemma4_features),
+    "idefics3": EncoderFamily(_idefics3),
+    "internvl": EncoderFamily(_internvl),
+    "internvl_chat": EncoderFamily(_internvl),
+    "kimi_vl": EncoderFamily(_kimi),
+    "lfm2_vl": EncoderFamily(_lfm2),
+    "llava": EncoderFamily(_llava),
+    "mistral3": EncoderFamily(_pixtral),
+    "pixtral": EncoderFamily(_pixtral),
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL,
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5,
-    "smolvlm": ImageFamily(_idefics3),
+    "smolvlm": EncoderFamily(_idefics3),
 }

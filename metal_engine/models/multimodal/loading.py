@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from metal_engine.checkpoints.checkpoint import is_vision_tensor
 from metal_engine.checkpoints.dequantized import dequantize
 from metal_engine.checkpoints.loader import read_weights
+from metal_engine.checkpoints.metadata import is_vision_tensor
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from metal_engine.checkpoints.image_encoders import ENCODERS, bidirectional_layers
 from metal_engine.models.multimodal.encoder import Axes, ImageFeatures, SampleImage
-from metal_engine.models.multimodal.families import FAMILIES, ImageFamily
+from metal_engine.models.multimodal.families import FAMILIES, EncoderFamily
 from metal_engine.prompt_images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS
 
 
@@ -39,7 +39,7 @@ class MlxVlmEncoder:
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, dtype: mx.Dtype) -> None:
         module = ENCODERS[config["model_type"]]
-        self._family: ImageFamily = FAMILIES[module]
+        self._family: EncoderFamily = FAMILIES[module]
         self.model = _create(module, config)
         self.axes: Axes | None = self._family.axes(config)
         self.num_deep_layers = len(getattr(self.model.config.vision_config, "deepstack_visual_indexes", None) or ())

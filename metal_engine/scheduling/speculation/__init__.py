@@ -1,0 +1,1 @@
+"""Checks whether drafts pay, and plans their number for each request."""

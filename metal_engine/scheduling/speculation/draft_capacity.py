@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.request_states import RequestStates
+from metal_engine.scheduling.recurrent_states import RecurrentStates
 from metal_engine.scheduling.token_allotment import attention_work, rows_for_work
 
 
-def max_drafts(request: Request, num_computed: int, work: int, num_tokens: int, states: RequestStates | None) -> int:
+def max_drafts(request: Request, num_computed: int, work: int, num_tokens: int, states: RecurrentStates | None) -> int:
     """Return how many drafts may follow a running request's first ``num_computed`` tokens.
 
     Args:
@@ -31,7 +31,9 @@ class DraftCapacity:
         states: recurrent states; None for models without recurrent layers.
     """
 
-    def __init__(self, requests: list[Request], work: int, blocks: BlockManager, states: RequestStates | None) -> None:
+    def __init__(
+        self, requests: list[Request], work: int, blocks: BlockManager, states: RecurrentStates | None
+    ) -> None:
         self._blocks, self._states = blocks, states
         self._num_spare = 0 if states is None else states.num_spare
         self._work, self._num_free_blocks = work, blocks.num_free_blocks

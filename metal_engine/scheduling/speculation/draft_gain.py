@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from metal_engine.scheduling.speculation.draft_lengths import averaged, size_class_of_rows
+from metal_engine.scheduling.speculation.step_times import averaged, size_class_of_rows
 from metal_engine.step import UNKNOWN_DRAFT, SchedulerOutput
 
 # Weight of a step in the rates: they average over about 16 steps.

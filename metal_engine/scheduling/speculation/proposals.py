@@ -9,7 +9,7 @@ from typing import Protocol
 
 from metal_engine.request import Request
 from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
-from metal_engine.scheduling.speculation.computed_drafts import DraftCosts, DraftModelProposer, HeadCosts, HeadProposer
+from metal_engine.scheduling.speculation.draft_costs import DraftCosts, DraftModelProposer, HeadCosts, HeadProposer
 from metal_engine.scheduling.speculation.draft_lengths import least_gain
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.settings.config import SpeculativeConfig

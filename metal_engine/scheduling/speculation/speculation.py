@@ -16,13 +16,14 @@ from functools import partial
 
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.request_states import RequestStates
-from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
-from metal_engine.scheduling.speculation.computed_drafts import DraftCosts
+from metal_engine.scheduling.recurrent_states import RecurrentStates
+from metal_engine.scheduling.speculation.async_planning import AsyncPlanning
 from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity, max_drafts
+from metal_engine.scheduling.speculation.draft_costs import DraftCosts
 from metal_engine.scheduling.speculation.draft_gain import DraftGain, UnmeasuredGain
-from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes, choose_lengths
+from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, choose_lengths
 from metal_engine.scheduling.speculation.proposals import Proposals, Proposer, make_costs
+from metal_engine.scheduling.speculation.step_times import StepTimes
 from metal_engine.scheduling.token_allotment import StepBudget, num_remaining
 from metal_engine.settings.config import SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, ModelOutput, SchedulerOutput
@@ -42,7 +43,7 @@ class Speculation:
         times: measured step times. Default: an empty record.
         costs: measured costs of the drafts that the runner computes. Default: an empty record, if it computes drafts.
         states: recurrent states of running requests; None for models without recurrent layers.
-        async_times: measured times of asynchronously planned steps. Default: an empty record.
+        async_planning: measured times of asynchronously planned steps. Default: an empty record.
         gain: measured gain of a draft head. Default: an empty record.
     """
 
@@ -54,8 +55,8 @@ class Speculation:
         times: StepTimes | None = None,
         costs: DraftCosts | None = None,
         *,
-        states: RequestStates | None = None,
-        async_times: AsyncStepTimes | None = None,
+        states: RecurrentStates | None = None,
+        async_planning: AsyncPlanning | None = None,
         gain: DraftGain | None = None,
     ) -> None:
         assert config.speculative is not None
@@ -64,7 +65,7 @@ class Speculation:
         self._blocks = blocks
         self._states = states if states is not None and states.is_used else None
         self._times = times if times is not None else StepTimes()
-        self._async_times = async_times if async_times is not None else AsyncStepTimes()
+        self._async_planning = async_planning if async_planning is not None else AsyncPlanning()
         self._costs = costs = costs or make_costs(config.speculative)
         self._proposals = Proposals(config.speculative, proposer, costs)
         self._is_head = not proposer.acceptance.is_shared
@@ -125,7 +126,7 @@ class Speculation:
             not times or self._beats_async(proposals, limits, requests, times, hoped)
         )
         if self._is_head:  # a head always proposes drafts, even if all of them are rejected
-            self._was_worth_waiting = self._was_worth_waiting and self._async_times.may_wait()
+            self._was_worth_waiting = self._was_worth_waiting and self._async_planning.may_wait()
         if self._was_worth_waiting:
             return True
         tried = self._proposals.pick_probe_request([*proposals, *others])
@@ -165,7 +166,7 @@ class Speculation:
         """Return True if the step has drafts and yields more tokens per second than asynchronously planned steps."""
         num_waiting = sum(request.needs_token_on_host for request in requests)
         # A request that needs its tokens on the host can be in every second asynchronously planned step only.
-        return any(choice.lengths) and self._async_times.is_slower(len(requests) - num_waiting / 2, choice)
+        return any(choice.lengths) and self._async_planning.is_slower(len(requests) - num_waiting / 2, choice)
 
     # --- planning ---
 
@@ -184,7 +185,7 @@ class Speculation:
         probe_request, self._probe_request = self._probe_request, None
         if self._steps:  # planned asynchronously
             self._proposals.planned_async(scheduled)
-            self._async_times.planned(plan.step_id, num_rows if only_decodes else 0)
+            self._async_planning.planned(plan.step_id, num_rows if only_decodes else 0)
             if only_decodes:
                 self._gain.planned(plan, len(decoding))
             self._steps.add(plan.step_id)
@@ -207,7 +208,7 @@ class Speculation:
         chosen = self._chosen(proposals, decoding, times, plan, may_pay=may_pay)
         num_drafts = sum(self._add(plan, budget, request, drafts) for request, drafts in chosen)
         if was_worth_waiting:
-            self._async_times.waited(has_drafts=num_drafts > 0)
+            self._async_planning.waited(has_drafts=num_drafts > 0)
         self._proposals.record_untried_drafts(others)
         # Likely drafts may still not be worth their cost: they are probed, too.
         unpaid = [probe_request] if probe_request in (*proposals, *others) else [*proposals, *others]
@@ -361,7 +362,7 @@ class Speculation:
         self._gain.ended(plan.step_id, len(plan.sampled_req_ids) + sum(output.num_accepted_tokens.values()))
         self._is_probe, self._follows_probe = False, self._is_probe and self._config.async_scheduling
         if self._config.async_scheduling:
-            self._async_times.ended(plan.step_id)
+            self._async_planning.ended(plan.step_id)
             self._times.start()  # the next time includes the host's work between steps, which only async planning hides
 
     def _added_seconds(self, seconds: float, drafting: Drafting | None) -> float:
@@ -369,7 +370,7 @@ class Speculation:
 
         The result includes at least the time of the draft model or head.
         """
-        known = self._async_times.seconds(self._num_plain_rows) if self._config.async_scheduling else None
+        known = self._async_planning.seconds(self._num_plain_rows) if self._config.async_scheduling else None
         if known is None:
             known = next(iter(self._times.times(self._num_plain_rows, 0)), seconds)
         added = seconds - known if self._num_plain_rows else 0.0
@@ -390,7 +391,7 @@ class Speculation:
         self._steps -= steps
         self._in_flight.difference_update(self._in_flight.copy() if plan is None else plan.scheduled_spec_decode_tokens)
         self._times.start()  # time the next step from now, and do not measure the step in flight
-        self._async_times.failed(steps)
+        self._async_planning.failed(steps)
         self._gain.failed()
 
     def suspend_drafts(self, request_id: str) -> None:

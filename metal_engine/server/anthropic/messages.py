@@ -13,7 +13,7 @@ from metal_engine.server.errors import APIError, anthropic_error
 from metal_engine.server.generation.generation import Choice, ChoiceOutput, Generation
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
-from metal_engine.server.openai.conversation import Conversation
+from metal_engine.server.openai.base_chat_endpoint import BaseChatEndpoint
 from metal_engine.server.usage import Usage
 
 Event = dict[str, Any]
@@ -32,7 +32,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return given if isinstance(given, dict) else {}
 
 
-class MessagesEndpoint(Conversation):
+class MessagesEndpoint(BaseChatEndpoint):
     """Responds with content blocks. The events of a stream report how each block grows."""
 
     id_prefix = "msg"

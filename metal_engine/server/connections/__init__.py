@@ -1,0 +1,1 @@
+"""Connections of HTTP clients: accepting, limits and closing."""

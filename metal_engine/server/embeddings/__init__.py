@@ -1,0 +1,1 @@
+"""Endpoints for embeddings, scores and reranking."""

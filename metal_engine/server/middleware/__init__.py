@@ -1,0 +1,1 @@
+"""Checks on every HTTP request, before its endpoint runs."""

@@ -25,8 +25,8 @@ from metal_engine.server.ollama.protocol import (
     OllamaAnswer,
     OllamaError,
 )
+from metal_engine.server.openai.base_chat_endpoint import BaseChatEndpoint
 from metal_engine.server.openai.completions import CompletionEndpoint
-from metal_engine.server.openai.conversation import Conversation
 from metal_engine.server.usage import Usage
 
 NDJSON = "application/x-ndjson"
@@ -159,7 +159,7 @@ class OllamaEndpoint(Endpoint[BodyT]):
         }
 
 
-class OllamaChat(OllamaEndpoint, Conversation):
+class OllamaChat(OllamaEndpoint, BaseChatEndpoint):
     """Endpoint ``/api/chat``."""
 
     streams_arguments = False

@@ -12,7 +12,7 @@ from metal_engine.server.generation.logprobs import chat_logprobs, chat_logprobs
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
 from metal_engine.server.json_parts import Placeholder
-from metal_engine.server.openai.conversation import Conversation, message_of
+from metal_engine.server.openai.base_chat_endpoint import BaseChatEndpoint, message_of
 from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.server.response_bodies import (
     ChatChoice,
@@ -27,7 +27,7 @@ from metal_engine.server.usage import Usage
 from metal_engine.text.tokenizer import Tokenizer
 
 
-class ChatEndpoint(Conversation):
+class ChatEndpoint(BaseChatEndpoint):
     """Responds with messages. In a stream, each chunk is an addition to its message."""
 
     id_prefix = "chatcmpl"

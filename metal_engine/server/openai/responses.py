@@ -9,7 +9,7 @@ from metal_engine.server.errors import APIError, invalid
 from metal_engine.server.generation.generation import ChoiceOutput, Generation, finish_reason
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
-from metal_engine.server.openai.conversation import Conversation
+from metal_engine.server.openai.base_chat_endpoint import BaseChatEndpoint
 from metal_engine.server.openai.input_items import Item
 from metal_engine.server.openai.response_state import ID_PREFIX, AskedResponse, ResponseState
 from metal_engine.server.openai.response_store import ResponseStore
@@ -74,7 +74,7 @@ def responses_error(error: APIError) -> bytes:
     return named_sse({"type": "error", **fields, "sequence_number": 0})
 
 
-class ResponsesEndpoint(Conversation):
+class ResponsesEndpoint(BaseChatEndpoint):
     """Responds with output items. The events of a stream report how each item grows.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from metal_engine.checkpoints import files
+from metal_engine.checkpoints import file_checks
 from metal_engine.checkpoints.gguf import header, tokenizer
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
@@ -191,7 +191,7 @@ def test_the_header_ends_where_headers_end(tmp_path: Path, monkeypatch: pytest.M
     path.write_bytes(file([], [word("a", "x" * 1000)]))
     with pytest.raises(ModelLoadError, match="corrupted"):
         read_gguf_header(path)
-    assert files.MAX_HEADER_BYTES == 100_000_000
+    assert file_checks.MAX_HEADER_BYTES == 100_000_000
 
 
 def test_long_tokens_are_not_cut_everywhere(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import pytest
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
+from metal_engine.scheduling.speculation.async_planning import AsyncPlanning
 from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity
-from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes
+from metal_engine.scheduling.speculation.draft_lengths import DraftLengths
 from metal_engine.scheduling.speculation.proposals import make_proposer
+from metal_engine.scheduling.speculation.step_times import StepTimes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.scheduling.speculation.test_draft_lengths import KINDS, memory_bound, run
 from tests.scheduling.speculation.test_speculation import RightDrafts, kinds_of, make_harness
@@ -36,12 +37,12 @@ def test_requests_that_need_their_tokens_on_the_host_have_drafts(num_requests: i
 @pytest.mark.parametrize("measured", [(), (4, 4, 4)], ids=["no step ahead", "larger ones only"])
 def test_they_have_drafts_whatever_is_known_of_steps_ahead(measured: tuple[int, ...]) -> None:
     harness = make_harness(num_drafts=4, ahead_seconds=0.1)
-    ahead = AsyncStepTimes()
+    ahead = AsyncPlanning()
     for i, num_rows in enumerate(measured):
         ahead.planned(-10 + i, num_rows)
         ahead.ended(-10 + i)
     assert ahead.seconds(1) is None
-    speculate(harness.scheduler, RightDrafts(harness), async_times=ahead)
+    speculate(harness.scheduler, RightDrafts(harness), async_planning=ahead)
     harness.submit("a", make_prompt(0, 6), 21, needs_token_on_host=True)
     harness.run()
     assert kinds_of(harness) == ["plain", "waits", *["drafts", "waits"] * 4]
@@ -58,7 +59,7 @@ def test_steps_ahead_have_them_every_second_time() -> None:
             return super().is_slower(num_rows, choice)
 
     harness = make_harness(num_drafts=4, ahead_seconds=0.9)
-    speculate(harness.scheduler, RightDrafts(harness), async_times=Watched(0.9))
+    speculate(harness.scheduler, RightDrafts(harness), async_planning=Watched(0.9))
     for i in range(4):
         harness.submit(f"r{i}", make_prompt(i, 4), 30, needs_token_on_host=i < 2)
     harness.drain()
@@ -105,7 +106,7 @@ def test_steps_do_not_wait_for_drafts_that_there_is_no_room_for(name: str, metho
     costs = None if method == "ngram" else FreeDrafts()
     # Drafts of the model are tried only: steps ahead take no time.
     ahead = KnownAheadTimes(0.9 if method == "ngram" else 1e-6)
-    speculate(harness.scheduler, proposer, costs=costs, async_times=ahead)
+    speculate(harness.scheduler, proposer, costs=costs, async_planning=ahead)
     for i in range(2):
         harness.submit(f"r{i}", make_prompt(i, 10), 30)
     for _ in range(20):
@@ -182,7 +183,7 @@ def test_chunks_of_a_prompt_are_planned_ahead() -> None:
         has_draft_model=True,
     )
     scheduler, times = harness.scheduler, Measured()
-    speculate(scheduler, make_proposer(speculative), times, FreeDrafts(), async_times=KnownAheadTimes(0.9))
+    speculate(scheduler, make_proposer(speculative), times, FreeDrafts(), async_planning=KnownAheadTimes(0.9))
     assert scheduler.speculation is not None
     harness.submit("a", make_prompt(0, 4), 40, needs_token_on_host=True)
     harness.submit("without", make_prompt(2, 4), 40, options=RequestOptions(use_speculation=False))
@@ -214,7 +215,7 @@ def test_a_step_without_anything_to_do_changes_nothing() -> None:
     """
     harness = make_harness(num_drafts=4, ahead_seconds=0.9)
     times = Measured()
-    speculate(harness.scheduler, RightDrafts(harness), times, async_times=AsyncStepTimes())
+    speculate(harness.scheduler, RightDrafts(harness), times, async_planning=AsyncPlanning())
     harness.submit("a", make_prompt(0, 6), 21, needs_token_on_host=True)
     harness.run()
     assert times.rows == [5] * 4

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from metal_engine.request import Request
 from metal_engine.scheduling.speculation.acceptance import Acceptance
-from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
-from metal_engine.scheduling.speculation.draft_lengths import StepTimes, choose_lengths, least_gain, time_weight
+from metal_engine.scheduling.speculation.async_planning import AsyncPlanning
+from metal_engine.scheduling.speculation.draft_lengths import choose_lengths, least_gain, time_weight
+from metal_engine.scheduling.speculation.step_times import StepTimes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
 from tests.support.fake_kv_runner import FakeStep, SchedulerHarness, make_prompt
@@ -291,7 +292,7 @@ def run(
     clock = Clock()
     if right_from is not None:
         drafts = Drafts(harness, right_from=right_from, is_unsure=is_unsure)
-        speculate(harness.scheduler, drafts, StepTimes(clock), async_times=AsyncStepTimes(clock))
+        speculate(harness.scheduler, drafts, StepTimes(clock), async_planning=AsyncPlanning(clock))
     execute, num_rows, end = harness.runner.execute, 0, 0.0
 
     def timed(plan: SchedulerOutput) -> TimedStep:

@@ -6,7 +6,7 @@ import pytest
 
 from metal_engine.request import Request
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.speculation.computed_drafts import HeadCosts, HeadProposer
+from metal_engine.scheduling.speculation.draft_costs import HeadCosts, HeadProposer
 from metal_engine.scheduling.speculation.proposals import Proposals, make_costs, make_proposer
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting

@@ -10,10 +10,10 @@ import pytest
 
 from metal_engine.request import Request, RequestOptions
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.request_states import RequestStates
-from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
-from metal_engine.scheduling.speculation.draft_lengths import StepTimes
+from metal_engine.scheduling.recurrent_states import RecurrentStates
+from metal_engine.scheduling.speculation.async_planning import AsyncPlanning
 from metal_engine.scheduling.speculation.speculation import Speculation
+from metal_engine.scheduling.speculation.step_times import StepTimes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
@@ -65,7 +65,7 @@ def make_harness(
     if right:
         harness.proposer = None
         ahead = KnownAheadTimes(ahead_seconds or 1.0)
-        speculate(harness.scheduler, RightDrafts(harness, num_right), async_times=ahead)
+        speculate(harness.scheduler, RightDrafts(harness, num_right), async_planning=ahead)
     return harness
 
 
@@ -152,8 +152,8 @@ def test_a_step_that_failed_is_not_under_way() -> None:
     for fails in ("a step", "the scheduler"):
         harness = make_harness(ahead_seconds=0.9)
         scheduler, clock = harness.scheduler, [0.0]
-        times, ahead = StepTimes(lambda clock=clock: clock[0]), AsyncStepTimes(lambda clock=clock: clock[0])
-        speculate(scheduler, RightDrafts(harness), times, async_times=ahead)
+        times, ahead = StepTimes(lambda clock=clock: clock[0]), AsyncPlanning(lambda clock=clock: clock[0])
+        speculate(scheduler, RightDrafts(harness), times, async_planning=ahead)
         assert scheduler.speculation is not None
         harness.submit("a", make_prompt(0, 6), 40)
         harness.step()
@@ -331,36 +331,36 @@ def test_harness_notices_a_step_on_top_of_drafts(monkeypatch: pytest.MonkeyPatch
 
 def _checkpoint_what_drafts_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a state with rejected drafts as the checkpoint after the last full block."""
-    record = RequestStates.record_draft_result
+    record = RecurrentStates.record_draft_result
 
-    def wrong(self: RequestStates, request: Request, *, is_rejected: bool) -> None:
+    def wrong(self: RecurrentStates, request: Request, *, is_rejected: bool) -> None:
         record(self, request, is_rejected=is_rejected)
         num_blocks = request.num_registered_blocks
         if is_rejected and num_blocks * self._block_size > request.num_prompt_tokens:
             held = self._held[request.request_id]
             self._add(held, request, num_blocks, held.slot)
 
-    monkeypatch.setattr(RequestStates, "record_draft_result", wrong)
+    monkeypatch.setattr(RecurrentStates, "record_draft_result", wrong)
 
 
 def _give_the_state_before_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = RequestStates.keep_for_drafts
+    keep = RecurrentStates.keep_for_drafts
 
-    def wrong(self: RequestStates, plan: SchedulerOutput, request: Request) -> bool:
+    def wrong(self: RecurrentStates, plan: SchedulerOutput, request: Request) -> bool:
         is_kept = keep(self, plan, request)
         if is_kept:
             self._release_before(self._held[request.request_id])
         return is_kept
 
-    monkeypatch.setattr(RequestStates, "keep_for_drafts", wrong)
+    monkeypatch.setattr(RecurrentStates, "keep_for_drafts", wrong)
 
 
 def _compute_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RequestStates, "keep_for_drafts", lambda self, plan, request: True)
+    monkeypatch.setattr(RecurrentStates, "keep_for_drafts", lambda self, plan, request: True)
 
 
 def _share_what_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RequestStates, "may_go_back", lambda self, request: False)
+    monkeypatch.setattr(RecurrentStates, "may_go_back", lambda self, request: False)
 
 
 def _compute_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
-from metal_engine.scheduling.speculation.computed_drafts import DraftCosts
+from metal_engine.scheduling.speculation.async_planning import AsyncPlanning
+from metal_engine.scheduling.speculation.draft_costs import DraftCosts
 from metal_engine.scheduling.speculation.draft_gain import DraftGain
-from metal_engine.scheduling.speculation.draft_lengths import MIN_GAIN, StepTimes, choose_lengths, least_gain
+from metal_engine.scheduling.speculation.draft_lengths import MIN_GAIN, choose_lengths, least_gain
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
+from metal_engine.scheduling.speculation.step_times import StepTimes
 from metal_engine.scheduling.token_allotment import StepBudget
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, NewRequestData, SchedulerOutput
@@ -135,12 +136,12 @@ def run(
         source = TimedHead if is_head else TimedDraftModel
         draft_model = source(harness, clock, right_from, forward_seconds, forward_seconds / 10)
         harness.runner.draft_model = draft_model  # type: ignore[assignment]
-        proposer, ahead = make_proposer(config.speculative), AsyncStepTimes(clock)
+        proposer, ahead = make_proposer(config.speculative), AsyncPlanning(clock)
         speculate(
             harness.scheduler,
             proposer,
             times or StepTimes(clock),
-            async_times=ahead,
+            async_planning=ahead,
             gain=DraftGain(clock) if is_head else None,
         )
     execute = harness.runner.execute

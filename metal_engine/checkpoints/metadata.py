@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 from safetensors import SafetensorError, safe_open
 
-from metal_engine.checkpoints.files import MAX_HEADER_BYTES, check_readable, read_json
+from metal_engine.checkpoints.file_checks import MAX_HEADER_BYTES, check_readable, read_json
 from metal_engine.errors import ModelLoadError, one_line, short
 from metal_engine.sampling_params import SamplingParams
 

@@ -9,8 +9,8 @@ from collections.abc import Container
 
 from metal_engine.request import Request
 from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
-from metal_engine.scheduling.speculation.draft_lengths import averaged
 from metal_engine.scheduling.speculation.ngram import NgramProposer, PredictedTextProposer
+from metal_engine.scheduling.speculation.step_times import averaged
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 

@@ -9,7 +9,7 @@ from metal_engine.answers.deltas import AnswerDelta, TextDelta
 from metal_engine.answers.splitter import Splitter, overlap
 
 
-class ReasoningSplitter(Splitter):
+class ReasoningThenContentSplitter(Splitter):
     """Splits an output that may begin with reasoning. All text after the reasoning is content, marks included.
 
     White space next to the marks is dropped.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 
 from metal_engine.prompt_images import BidirectionalLayers, PromptImage, PromptImages
-from metal_engine.scheduling.image_features import largest_step, last_cut, next_cut
+from metal_engine.scheduling.image_planner import largest_step, last_cut, next_cut
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput

@@ -14,7 +14,7 @@ from metal_engine.kv_cache.state import IndexState, KVState
 
 
 @dataclass(frozen=True)
-class MixedStep:
+class FallbackStep:
     """A step's attention by both backends. Each backend plans its work when its first layer calls it."""
 
     metal: StepAttention
@@ -45,7 +45,7 @@ class MixedStep:
 
 
 @dataclass
-class MixedBackend:
+class FallbackBackend:
     """Backend that divides layers between two backends.
 
     The division is fixed: if one backend fails in a step, the step fails.
@@ -61,5 +61,5 @@ class MixedBackend:
     on_portable: frozenset[AttentionKind]
     name: str = "metal"
 
-    def for_step(self, rows: StepRows) -> MixedStep:
-        return MixedStep(self.metal.for_step(rows), self.portable.for_step(rows), self.on_portable)
+    def for_step(self, rows: StepRows) -> FallbackStep:
+        return FallbackStep(self.metal.for_step(rows), self.portable.for_step(rows), self.on_portable)

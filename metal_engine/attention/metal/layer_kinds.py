@@ -36,7 +36,7 @@ def shape_of(q: mx.array, state: KVState) -> AttentionShape:
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """Shape, cut and template arguments of a kind of layer."""
 
     shape: AttentionShape
@@ -48,7 +48,7 @@ class Kind:
 
 def make_kind(
     shape: AttentionShape, cut: Cut, has_window: bool, has_softcap: bool, has_sinks: bool, has_images: bool
-) -> Kind:
+) -> LayerKind:
     """Return the properties of a kind of layer. Raises UnsupportedAttentionError for an unsupported shape.
 
     Args:
@@ -74,4 +74,4 @@ def make_kind(
         ("HAS_SINKS", has_sinks),
         ("MAX_SPLITS", MAX_SPLITS),
     ]
-    return Kind(shape, cut, variant, template, merge_template)
+    return LayerKind(shape, cut, variant, template, merge_template)

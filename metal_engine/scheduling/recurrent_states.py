@@ -10,7 +10,7 @@ State checkpoints are taken at block boundaries, where prefixes are cached:
 - after the last full block of the output while it is decoded. Each new checkpoint replaces the previous one, because
   the end of the output is unknown.
 
-Chunks are cut at these positions (:meth:`RequestStates.max_chunk_tokens`): only the end of a chunk writes a state.
+Chunks are cut at these positions (:meth:`RecurrentStates.max_chunk_tokens`): only the end of a chunk writes a state.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Held:
         return [self.slot, *unpublished, *before]
 
 
-class RequestStates:
+class RecurrentStates:
     """Recurrent states of running requests. Does nothing for models without recurrent layers.
 
     Args:

@@ -69,7 +69,7 @@ def without_billing_line(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
     return [{**first, "content": rest}, *others] if rest or not others else others
 
 
-class Conversation(Endpoint[ChatCompletionBody]):
+class BaseChatEndpoint(Endpoint[ChatCompletionBody]):
     """One chat request. Base class of all endpoints that chat."""
 
     streams_arguments = True

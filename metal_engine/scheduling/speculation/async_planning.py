@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes
+from metal_engine.scheduling.speculation.draft_lengths import DraftLengths
+from metal_engine.scheduling.speculation.step_times import StepTimes
 
 # Every 256th decision is inverted, so that the other mode is measured again from time to time.
 _TRIED_EVERY = 256
@@ -18,7 +19,7 @@ _TRIED_EVERY = 256
 _MAX_VAIN_WAITS = 7
 
 
-class AsyncStepTimes:
+class AsyncPlanning:
     """Durations of asynchronously planned steps that only decode, by number of rows.
 
     A duration is the time between the end of the previous step and the end of the step.

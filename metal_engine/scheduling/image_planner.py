@@ -18,7 +18,7 @@ from metal_engine.settings.config import SchedulerConfig
 from metal_engine.step import ImageToEncode, SchedulerOutput
 
 
-class RequestImages:
+class ImagePlanner:
     """Image features for the running requests.
 
     The images of a request are claimed in order, and released when the plans have computed their tokens. A request
