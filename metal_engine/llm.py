@@ -246,6 +246,8 @@ class LLM:
     ) -> Generator[RequestOutput]:
         """Yield outputs of one prompt as they arrive. Leaving the iteration early aborts the request.
 
+        The request is checked and submitted when the iteration begins.
+
         Raises:
             ValueError: ``n`` is not 1, or the request can never be served.
             RuntimeError: a request failed, or the engine has stopped.

@@ -276,8 +276,8 @@ class StepHandle(Protocol):
     def result(self) -> ModelOutput:
         """Wait for the step to end and return its results. Steps end in the order of their start.
 
-        Raises the error of a failed step, or KVCacheLostError if no KV is left. Steps started after a failed step are
-        void: their handles must not be used, and their tokens must be computed again.
+        Raises the error of a failed step, KVCacheLostError if no KV is left, or RunnerLostError. Steps started after a
+        failed step are void: their handles must not be used, and their tokens must be computed again.
         """
 
 
@@ -293,7 +293,7 @@ class Runner(Protocol):
 
         If the plan requests drafts of the draft model or head, this method waits for these drafts only. If the previous
         step is still sampling a request's last token, the token is taken from that step on the device. If this method
-        raises, the plan is refused, and the steps in flight are unchanged.
+        raises an error other than RunnerLostError, the plan is refused, and the steps in flight are unchanged.
         """
 
     def dispatch_second_part(self) -> None:

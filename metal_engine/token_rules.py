@@ -28,9 +28,10 @@ class Matcher(Protocol):
 
     @property
     def plain_tokens(self) -> Set[int]:
-        """Tokens after which the output is still free. The caller may pass them to :meth:`observe` with a later token.
+        """Tokens after which the output is still free; empty if the output is not free now.
 
-        The set is incomplete. It grows with the tokens that outputs have had.
+        The caller may keep such tokens, and pass them to :meth:`observe` together with the next other token. The set is
+        incomplete. It grows with the tokens that outputs have had.
         """
 
     def is_free_after(self, drafts: Sequence[int]) -> bool:

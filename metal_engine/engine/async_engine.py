@@ -112,7 +112,7 @@ class Reservation:
         self._places.release()
 
     def release(self) -> None:
-        """Return the unused places."""
+        """Give up the unused places. They no longer count as waiting requests."""
         self._change(-self._num_left, -sum(self._left.elements()))
         self._left.clear()
 

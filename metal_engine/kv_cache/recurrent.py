@@ -81,7 +81,7 @@ class StateTransferPlan:
         return self.slots is not None or not all(whole)
 
 
-# Cached, because in a step all arrays of the layers that take their states in the same groups have the same arguments.
+# Cached: in a step, the arguments are the same for all arrays whose layers process the segments in the same groups.
 @lru_cache(maxsize=8)
 def plan_transfers(
     pending: tuple[Slots, ...], reads: tuple[Slots | None, ...], writes: tuple[Slots, ...]

@@ -178,7 +178,7 @@ class ModelRegistry:
     # --- loading, one after the other ---
 
     def _pending_load(self, entry: ModelEntry, may_evict: bool) -> Load:
-        """Return the pending load of a model. Queue a new load if there is none."""
+        """Return the pending load of a model. Queue a new load if there is none. Raises RegistryClosedError."""
         if self.is_closed:
             raise RegistryClosedError("the server is shutting down")
         if entry.load is None:

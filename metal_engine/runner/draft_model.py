@@ -177,9 +177,10 @@ class DraftModel:
         return tasks
 
     def _first_missing(self, table: RequestTable, request_id: str, index: int, end: int) -> int:
-        """Return the position of a request's first token without KV of this model; ``end`` if all tokens have KV.
+        """Return the position of a request's first token without KV of this model.
 
-        ``end`` is the number of tokens that the target has computed.
+        ``end`` is the number of tokens that the target has computed. If all of them have KV, the result is at least
+        ``end``.
 
         Accepted drafts have KV, and so do tokens computed for other requests that share the blocks. A token sampled in
         place of a rejected draft has no KV once the target has written to its slot.

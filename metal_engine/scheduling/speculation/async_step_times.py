@@ -53,7 +53,10 @@ class AsyncStepTimes:
         self._last_end = None
 
     def seconds(self, num_rows: int) -> float | None:
-        """Return the duration of a step of ``num_rows`` rows; None if no step of at most this size was measured."""
+        """Return the duration of a step of ``num_rows`` rows, in seconds.
+
+        None if no size up to ``num_rows`` rows was measured twice: a first step may include the compilation of kernels.
+        """
         times = self._times.times(num_rows, 0)
         return times[0] if times else None
 
@@ -74,7 +77,7 @@ class AsyncStepTimes:
     def is_slower(self, num_rows: float, choice: DraftLengths) -> bool:
         """Return True if an asynchronously planned step yields fewer tokens per second than a step with drafts.
 
-        Every ``_TRIED_EVERY``-th result is inverted. False if the asynchronously planned step has not been measured.
+        Every ``_TRIED_EVERY``-th result is inverted. False if :meth:`seconds` does not know the asynchronous step yet.
 
         Args:
             num_rows: average number of rows of asynchronously planned steps, at least 1. Each row yields a token.
