@@ -281,6 +281,8 @@ class PrefillAllocator:
     def _extra(self, request: Request, num_parts: int, num_asking: int) -> int:
         """Return how many tokens ``request`` can use of an equal part of the remaining budget.
 
+        If no chunk may cut the request's next image, the result can exceed the part: it is then the whole image.
+
         Args:
             num_parts: number of requests that share the tokens and the attention work.
             num_asking: number of these requests that also share the prompt rows.

@@ -63,8 +63,8 @@ class AsyncStepTimes:
     def may_wait(self) -> bool:
         """Return True if a step that is expected to have drafts should wait for tokens.
 
-        Expected drafts may rely on step times that are not measured. Each wait without drafts therefore doubles the
-        number of later waits that are left out. Call it once for each step that is expected to have drafts.
+        Drafts may be expected because of step times that were not measured. Therefore, after n waits in a row without
+        drafts, the next 2 ** n - 1 waits are skipped. Call it once for each step that is expected to have drafts.
         """
         self._num_left_out += 1
         return self._num_left_out >= 1 << self._num_vain_waits

@@ -146,7 +146,7 @@ class Speculation:
         times: list[float],
         hoped: list[float],
     ) -> bool:
-        """Return True if drafts based on the known tokens yield more than asynchronously planned steps.
+        """Return True if steps with drafts are expected to yield more tokens per second than asynchronous steps.
 
         Args:
             limits: number of drafts after the tokens in flight, for each proposal, within the available capacity.
