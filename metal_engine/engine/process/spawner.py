@@ -52,10 +52,7 @@ class Spawner:
     def device(self) -> DeviceInfo:
         """Start a process that reports its device, and return the device. The process becomes the spare process.
 
-        Call it before any other process runs.
-
-        Raises:
-            ModelLoadError: the process has ended.
+        Call it before any other process runs. Raises as :meth:`EngineProcess.device`.
         """
         process = self.take()
         device = process.device()
