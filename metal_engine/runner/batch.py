@@ -382,7 +382,7 @@ class RequestTable:
         )
 
     def rotary_positions(self, indices: np.ndarray, rows: StepRows) -> np.ndarray | None:
-        """Return rotary positions for rows of the requests at ``indices``; None if they equal the positions."""
+        """Return rotary positions for rows of the requests at ``indices``. See :meth:`ImageTable.rotary_positions`."""
         return self._images.rotary_positions(indices, rows)
 
     def rows(

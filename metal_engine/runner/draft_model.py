@@ -119,7 +119,7 @@ class DraftModel:
     def draft(self, table: RequestTable, plan: SchedulerOutput) -> Drafting | None:
         """Compute the drafts and the KV that a plan requests from this model. Return None if it requests neither.
 
-        A failed forward is raised again. The KV is then unchanged, or empty if it was lost.
+        Raises the error of a failed forward. This model's KV is then unchanged, or empty if it was lost.
         """
         self._written.clear()
         began = time.perf_counter()
@@ -213,7 +213,7 @@ class DraftModel:
         drafting.forward_seconds += time.perf_counter() - began
 
     def _forward(self, table: RequestTable, tasks: list[_ModelTask]) -> None:
-        """Compute the tokens of some requests, and sample for requests that want drafts."""
+        """Compute the tokens of some tasks, and append a draft to each task that wants drafts. Waits for the device."""
         indices = np.array([task.index for task in tasks], np.int32)
         starts = np.array([task.start for task in tasks], np.int32)
         query_lens = np.array([task.stop - task.start for task in tasks], np.int32)
