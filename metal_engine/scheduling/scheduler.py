@@ -268,7 +268,7 @@ class Scheduler:
         """Insert a request into the running requests, which stay in order of service."""
         last = next(reversed(self.running.values()), None)
         self.running[request.request_id] = request
-        if last is not None and request.sort_key < last.sort_key:  # admitted out of order: restore it
+        if last is not None and request.sort_key < last.sort_key:  # admitted out of order: restore the order
             self.running = dict(sorted(self.running.items(), key=lambda pair: pair[1].sort_key))
 
     def _add_to_plan(self, plan: SchedulerOutput, request: Request, num_tokens: int) -> None:
