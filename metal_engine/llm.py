@@ -394,7 +394,7 @@ class LLM:
         return self._adapters is not None and self._adapters.unload(lora_name)
 
     def close(self) -> None:
-        """Stop the engine's thread."""
+        """Stop the engine's thread after the step in flight. Requests cannot be submitted afterwards."""
         self._thread.shutdown()
         atexit.unregister(self._thread.shutdown)
 
