@@ -210,9 +210,9 @@ class RequestStates:
     def plan_whole_prompt(self, request: Request, num_computed: int) -> int:
         """Plan a whole prompt, because no prefill slot is free. Return how many tokens to compute in this step.
 
-        These are the tokens up to the prompt's last state checkpoint, or all tokens if no checkpoint is left. The few
-        tokens after the checkpoint follow in the next step, and do not occupy a prefill slot. From then on, no
-        additional checkpoint can be requested in the prompt.
+        The step computes the tokens up to the prompt's last state checkpoint, or all tokens if the prompt has no later
+        checkpoint. The few tokens after the checkpoint follow in the next step, and do not occupy a prefill slot. From
+        then on, no additional checkpoint can be requested in the prompt.
         """
         held = self._held.get(request.request_id)
         if held is None or not self._keeps_checkpoints:

@@ -121,9 +121,9 @@ class Proposals:
         """Return the drafts of requests that are likely enough to be worth their cost, and the other requests.
 
         The drafts are limited to the rows that ``times`` covers. Requests with the likeliest drafts come first; equally
-        likely requests rotate from step to step. The second result lists requests that get no drafts because their
-        acceptance is too low or no rows are left. Requests that may have no drafts, or for which the proposer returns
-        none, are in neither result.
+        likely requests rotate from step to step. The second result lists requests whose acceptance is too low, or for
+        which no rows are left. Both results leave out requests whose drafts are disabled or suspended, and requests
+        for which the proposer finds no drafts.
 
         Args:
             num_sampling: number of requests that sample in the step.
