@@ -105,7 +105,8 @@ class SchedulerOutput:
         num_scheduled_tokens: request id -> query length, in packing order. The query length of a decode is 1, or 1 + k
             with k drafts.
         new_requests: requests in this step that the runner does not hold.
-        new_block_ids: request id -> blocks appended to the block table, for requests that the runner holds.
+        new_block_ids: request id -> blocks appended to the block table. For a request in ``new_requests``, further
+            blocks for its drafts.
         new_state_slots: request id -> new slot for the recurrent state, for requests that the runner holds. The request
             writes to this slot from this step on. The step still reads the initial state from the previous slot.
         sampled_req_ids: requests that sample their next token, because their last known token is in this step; in

@@ -244,7 +244,7 @@ class EngineCore:
         return failed + (self._finish_oldest() if self._in_flight else [])
 
     def _failed_loads(self) -> list[RequestOutput]:
-        """End the requests whose failed loads of KV must fail the request. Return their error outputs."""
+        """End the requests that must fail because their KV could not be loaded. Return their error outputs."""
         connector = self.scheduler.connector
         failed = [] if connector is None else list(connector.failed_loads.items())
         return [self._fail_request(request_id, message) for request_id, message in failed]
