@@ -300,7 +300,7 @@ class RequestOutput:
             off.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error`` in the last output, otherwise None.
         stop_reason: stop string or stop token id that ended generation; None without one.
-        error: error message if ``finish_reason`` is ``error``.
+        error: error message if ``finish_reason`` is ``error``, or if the server aborted the request; otherwise None.
         caused_by_request: True if the request's own parameters caused the error.
         logprobs: log probabilities of ``token_ids``; None unless requested.
         text_logprobs: log probabilities of the tokens in ``token_ends``, except tokens whose whole text a stop string

@@ -209,8 +209,9 @@ class DecodeForward:
 
     Attributes:
         outcome: ``replayed``, or ``traced`` and replayed for the first time. All other values are reasons for building
-            the forward: ``untraced`` (its sizes are new or rare, or their trace raised), ``adapters`` (some requests
-            have a LoRA adapter), ``large`` (its attention is too large for a trace), ``refused`` (replay is disabled).
+            the forward: ``untraced`` (its sizes are new or rare, their trace raised, or its recurrent states do not
+            suit a trace), ``adapters`` (some requests have a LoRA adapter), ``large`` (its attention is too large for a
+            trace), ``refused`` (replay is disabled).
         refusal: reason why replay is disabled; None while it is enabled.
     """
 

@@ -64,7 +64,8 @@ class AsyncStepTimes:
         """Return True if a step that is expected to have drafts should wait for tokens.
 
         Drafts may be expected because of step times that were not measured. Therefore, after n waits in a row without
-        drafts, the next 2 ** n - 1 waits are skipped. Call it once for each step that is expected to have drafts.
+        drafts (``_MAX_VAIN_WAITS`` at most count), the next 2 ** n - 1 waits are skipped. Call it once for each step
+        that is expected to have drafts.
         """
         self._num_left_out += 1
         return self._num_left_out >= 1 << self._num_vain_waits
