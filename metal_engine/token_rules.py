@@ -38,7 +38,7 @@ class Matcher(Protocol):
         """Return True if any token may follow now, and after each of ``drafts``, in order."""
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Advance past tokens of the output. The next mask is not computed before :meth:`consume`."""
+        """Advance past tokens of the output. Call :meth:`consume` before :meth:`fill_mask`: it requests the mask."""
 
     def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         """Advance past tokens of the output, and start computing the next mask.

@@ -95,7 +95,7 @@ class EngineMetrics:
         num_unconstrained_calls: tool calls whose grammars failed, so that their text was free.
         image_encode_seconds: time that the device took for encoding images.
         num_decode_forwards: steps in which every row samples, by the outcome of their forward pass
-            (:class:`metal_engine.step.DecodeForward`). Counted if replay applies to such steps.
+            (:class:`metal_engine.step.DecodeForward`). Empty if replay was not requested.
         replay_refusal: reason why no step is replayed; None if there is no known reason.
         num_drafts: number of proposals. A proposal consists of all drafts of one request in one step.
         num_draft_tokens: draft tokens proposed.

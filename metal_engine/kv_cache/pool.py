@@ -244,7 +244,7 @@ class StatePool:
             state.attach_arrays(name, slots, values)
 
     def forget_states(self, slots: set[int]) -> None:
-        """Discard the pending recurrent states of slots, whose states are about to be loaded from elsewhere."""
+        """Discard the pending states of some slots. A store then provides their states, or no request needs them."""
         for state in self._recurrent:
             state.forget(slots)
 

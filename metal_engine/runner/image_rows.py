@@ -92,7 +92,7 @@ class ImageTable:
             indices: [B], index of each request of the step.
 
         Raises:
-            ValueError: the step has only a part of such an image.
+            ValueError: the step has only a part of an image whose tokens attend to each other.
         """
         found = []
         bidirectional_layers: BidirectionalLayers = ""

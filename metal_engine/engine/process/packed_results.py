@@ -176,7 +176,7 @@ def packed_adapter(adapter: Adapter) -> LoadedAdapter:
 
 
 def packed_error(error: BaseException) -> list[str | None]:
-    """Return the type and the arguments of an error. Types that are unknown here become RuntimeError."""
+    """Return the type and the arguments of an error. Types that ``_ERRORS`` lacks become RuntimeError."""
     for kind, names in _ERRORS.items():
         if isinstance(error, kind):
             values = [getattr(error, name) if name else str(error) for name in names]
