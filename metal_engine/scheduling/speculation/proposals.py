@@ -122,8 +122,7 @@ class Proposals:
 
         The drafts are limited to the rows that ``times`` covers. Requests with the likeliest drafts come first; equally
         likely requests rotate from step to step. The second result lists requests whose acceptance is too low, or for
-        which no rows are left. Both results leave out requests that cannot have drafts now, and requests for which the
-        proposer finds no drafts.
+        which no rows are left. All other requests are in neither result, for example if the proposer finds no drafts.
 
         Args:
             num_sampling: number of requests that sample in the step.
