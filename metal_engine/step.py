@@ -107,8 +107,9 @@ class SchedulerOutput:
         new_requests: requests in this step that the runner does not hold.
         new_block_ids: request id -> blocks appended to the block table. For a request in ``new_requests``, further
             blocks for its drafts.
-        new_state_slots: request id -> new slot for the recurrent state, for requests that the runner holds. The request
-            writes to this slot from this step on. The step still reads the initial state from the previous slot.
+        new_state_slots: request id -> new slot for the recurrent state. The request writes to this slot from this step
+            on. The step still reads the initial state from the previous slot. For a request in ``new_requests``, the
+            slot replaces the second of its ``state_slots``.
         sampled_req_ids: requests that sample their next token, because their last known token is in this step; in
             packing order. Excludes intermediate chunks and pooling requests.
         pooled_req_ids: pooling requests whose prompts this step completes, in packing order.
