@@ -148,7 +148,7 @@ class AsyncEngine:
         self._client = EngineClient(self._transport, self.tokenizer, self.config.seed)
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
-        """Stop the engine after the step in flight. Return True if it has ended within ``timeout`` seconds."""
+        """Stop the engine. See :meth:`Transport.shutdown`. Call it outside the event loop, because it blocks."""
         return self._transport.shutdown(timeout)
 
     def cut_requests(self, message: str) -> None:

@@ -42,7 +42,7 @@ class Spawner:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-spawner")
 
     def take(self) -> EngineProcess:
-        """Return the spare process, or a new process."""
+        """Return the spare process, or a new process. Raises OSError if the system cannot start a process."""
         return self._thread.submit(self._take).result()
 
     def prepare_spare(self) -> None:
