@@ -60,10 +60,11 @@ class LoadCancelledError(ModelLoadError):
 
 
 class AdapterError(ValueError):
-    """An adapter cannot be read, does not fit the model, or lacks memory. The message describes the fix.
+    """An adapter cannot be loaded. The message describes the fix.
 
     Attributes:
-        param: parameter at fault: ``lora_path`` or ``lora_name``.
+        param: parameter at fault: ``lora_name`` if the name is invalid or taken, or no slot is free. Otherwise
+            ``lora_path``.
     """
 
     def __init__(self, message: str, param: str = "lora_path") -> None:

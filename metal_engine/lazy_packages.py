@@ -1,4 +1,4 @@
-"""Packages whose ``__init__`` runs only when code needs a name that is neither a submodule nor in a table here.
+"""Packages whose ``__init__`` runs only when code needs a name that is neither a submodule nor in ``_PACKAGES``.
 
 The ``__init__`` of transformers reads its 2,800 files, which takes a second and 6 MiB of memory in each process. The
 ``__init__`` of gguf imports a writer of files, uvicorn imports a command line, and mlx-lm loads MLX.

@@ -246,6 +246,8 @@ class LLM:
     ) -> Generator[RequestOutput]:
         """Yield outputs of one prompt as they arrive. Leaving the iteration early aborts the request.
 
+        The request is checked and submitted when the iteration begins.
+
         Raises:
             ValueError: ``n`` is not 1, or the request can never be served.
             RuntimeError: a request failed, or the engine has stopped.
@@ -392,7 +394,7 @@ class LLM:
         return self._adapters is not None and self._adapters.unload(lora_name)
 
     def close(self) -> None:
-        """Stop the engine's thread."""
+        """Stop the engine's thread after the step in flight. Requests cannot be submitted afterwards."""
         self._thread.shutdown()
         atexit.unregister(self._thread.shutdown)
 

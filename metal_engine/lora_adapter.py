@@ -15,7 +15,8 @@ class Adapter:
     Attributes:
         name: name under which the adapter is served.
         path: path of its files, as given by the user.
-        slot: slot that holds its weights; 1 or more.
+        slot: slot that holds its weights, 1 or more. If the engine runs in another process, a key of the adapter
+            instead (:class:`metal_engine.engine.process.remote_adapters.RemoteAdapters`).
         rank: LoRA rank.
         fingerprint: hash of its name and weights in hex digits, which is part of the block hashes of its requests.
         base_model_name: declared base model of the adapter; None: the served model.

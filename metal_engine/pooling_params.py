@@ -13,7 +13,7 @@ MAX_DIMENSIONS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """Pooling parameters. ``None`` means the checkpoint's setting.
+    """Pooling parameters. For ``pooling_type`` and ``normalize``, ``None`` means the checkpoint's setting.
 
     The hidden states are the model's output after the final norm.
 
@@ -21,8 +21,8 @@ class PoolingParams:
         pooling_type: ``LAST`` or ``CLS``: hidden state of the last or the first token. ``MEAN``: mean of all hidden
             states.
         normalize: True to scale the vector to length 1.
-        dimensions: number of leading elements of the vector to keep, before scaling.
-        truncate_prompt_tokens: number of last prompt tokens to keep; -1 keeps as many tokens as fit.
+        dimensions: number of leading elements of the vector to keep, before scaling; None keeps all.
+        truncate_prompt_tokens: number of last prompt tokens to keep; -1 keeps as many tokens as fit, None keeps all.
         token_ids: tokens whose logits after the last token are returned instead of a pooled vector.
 
     Raises:

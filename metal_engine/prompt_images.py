@@ -53,7 +53,7 @@ class PromptImage:
         return len(self.positions)
 
     def features_in(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range (first, end) of the features at positions from ``start`` up to ``stop``."""
+        """Return the range (first, end) of the features at positions from ``start`` to ``stop`` - 1."""
         first, end = np.searchsorted(self.positions, (start, stop))
         return int(first), int(end)
 
@@ -71,7 +71,7 @@ class AxesPositions:
     delta: int
 
     def at(self, start: int, stop: int) -> np.ndarray:
-        """Return the rotary positions of the tokens with index ``start`` up to ``stop``, [3, n] int32."""
+        """Return the rotary positions of the tokens with index ``start`` to ``stop`` - 1, [3, stop - start] int32."""
         num_prompt = self.prompt.shape[1]
         if stop <= num_prompt:
             return self.prompt[:, start:stop]
@@ -102,7 +102,7 @@ class PromptImages:
         return sum(image.num_features for image in self.images)
 
     def num_features_in(self, start: int, stop: int) -> int:
-        """Return the number of prompt tokens from position ``start`` up to ``stop`` that stand for images."""
+        """Return the number of prompt tokens from position ``start`` to ``stop`` - 1 that stand for images."""
         ranges = (image.features_in(start, stop) for image in self.images if image.start < stop and image.stop > start)
         return sum(end - first for first, end in ranges)
 

@@ -96,7 +96,7 @@ class RequestStatus(enum.Enum):
 
     @staticmethod
     def of(finish_reason: str) -> RequestStatus:
-        """Return the final status with this ``finish_reason``."""
+        """Return the final status with this ``finish_reason``. Raises KeyError for any other text."""
         return _FINAL_STATUSES[finish_reason]
 
 
@@ -109,7 +109,7 @@ _FINISH_REASONS = {
 _FINAL_STATUSES = {reason: status for status, reason in _FINISH_REASONS.items()}
 
 
-# Failed steps in a row, without a new token, that fail a request.
+# Number of failed steps since a request's last token after which the request fails.
 MAX_FAILURES = 3
 
 
@@ -137,8 +137,8 @@ class Request:
     including the placeholder while it is computed. Its ``max_tokens`` is therefore 1.
 
     Args:
-        so_far: output that an earlier run of the request has generated, without its end. The request continues after
-            it, as after preemption.
+        so_far: output that an earlier run of the request generated before it was interrupted. The request continues
+            after this output, as after preemption.
 
     Attributes:
         token_ids: token ids of the prompt, followed by the output.
@@ -158,7 +158,8 @@ class Request:
         seed: seed of this output's random draws.
         cache_salt: requests share cached prefixes only with requests that have the same salt.
         block_hashes: hashes of the full blocks of ``token_ids``, with this salt, as far as they have been computed.
-        num_cached_tokens: number of prompt tokens found in the prefix cache at the first admission; -1 before it.
+        num_cached_tokens: number of prompt tokens found in the prefix cache or in a store at the first admission; -1
+            before it.
         num_external_tokens: number of cached tokens whose KV came from a store.
         num_registered_blocks: number of leading blocks that are registered in the prefix cache.
         sort_key: order of service; lower goes first.
@@ -299,7 +300,7 @@ class RequestOutput:
             off.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error`` in the last output, otherwise None.
         stop_reason: stop string or stop token id that ended generation; None without one.
-        error: error message if ``finish_reason`` is ``error``.
+        error: error message if ``finish_reason`` is ``error``, or if the server aborted the request; otherwise None.
         caused_by_request: True if the request's own parameters caused the error.
         logprobs: log probabilities of ``token_ids``; None unless requested.
         text_logprobs: log probabilities of the tokens in ``token_ends``, except tokens whose whole text a stop string

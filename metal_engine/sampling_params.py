@@ -36,7 +36,7 @@ class StructuredOutputsParams:
     """Format of the whole output: exactly one of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar``.
 
     Attributes:
-        json: JSON schema, as an object or as text.
+        json: JSON schema, as an object, a boolean or text.
         json_object: True for any JSON object.
         regex: regular expression in the syntax of Rust's ``regex``.
         choice: list of texts. The output must be one of these texts.
@@ -83,7 +83,10 @@ class StructuredOutputsParams:
 
     @property
     def schema_text(self) -> str | None:
-        """JSON schema as JSON text; None without a schema. Raises ParameterError if the schema is not JSON."""
+        """JSON schema as JSON text; None without a schema.
+
+        Raises ParameterError if a schema that is not text has too many characters or is not JSON.
+        """
         if self.json is None or isinstance(self.json, str):
             return self.json
         if num_characters(self.json, per_value=1, limit=MAX_GRAMMAR_CHARACTERS) > MAX_GRAMMAR_CHARACTERS:
@@ -248,7 +251,8 @@ class SamplingParams:
     def changed(self, **values: Any) -> SamplingParams:
         """Return a copy with other ``structured_outputs``, ``phases``, ``skip_special_tokens`` or ``stop_token_ids``.
 
-        The other values have been validated already, and are shared.
+        The other values have been validated already, and are shared. Raises ParameterError if the copy has
+        ``structured_outputs`` and :attr:`excludes_grammars` is True.
         """
         new = copy(self)
         new._set(**values)
@@ -269,7 +273,10 @@ PARAMETER_NAMES = tuple(f.name for f in fields(SamplingParams))
 
 
 def _integer(name: str, value: Any, part: str = "") -> int:
-    """Return the value as an int if it is an exact integer (as NumPy's are). ``part`` names a part of the parameter."""
+    """Return an exact integer, of Python or NumPy, as an int. Raises ParameterError for other values.
+
+    ``part`` names the part of the parameter at the start of the error message.
+    """
     if not isinstance(value, bool | np.bool_):
         try:
             return operator.index(value)

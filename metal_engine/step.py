@@ -105,9 +105,11 @@ class SchedulerOutput:
         num_scheduled_tokens: request id -> query length, in packing order. The query length of a decode is 1, or 1 + k
             with k drafts.
         new_requests: requests in this step that the runner does not hold.
-        new_block_ids: request id -> blocks appended to the block table, for requests that the runner holds.
-        new_state_slots: request id -> new slot for the recurrent state, for requests that the runner holds. The request
-            writes to this slot from this step on. The step still reads the initial state from the previous slot.
+        new_block_ids: request id -> blocks appended to the block table. For a request in ``new_requests``, further
+            blocks for its drafts.
+        new_state_slots: request id -> new slot for the recurrent state. The request writes to this slot from this step
+            on. The step still reads the initial state from the previous slot. For a request in ``new_requests``, the
+            slot replaces the second of its ``state_slots``.
         sampled_req_ids: requests that sample their next token, because their last known token is in this step; in
             packing order. Excludes intermediate chunks and pooling requests.
         pooled_req_ids: pooling requests whose prompts this step completes, in packing order.
@@ -208,8 +210,9 @@ class DecodeForward:
 
     Attributes:
         outcome: ``replayed``, or ``traced`` and replayed for the first time. All other values are reasons for building
-            the forward: ``untraced`` (its sizes are new or rare, or their trace raised), ``adapters`` (some requests
-            have a LoRA adapter), ``large`` (its attention is too large for a trace), ``refused`` (replay is disabled).
+            the forward: ``untraced`` (its sizes are new or rare, their trace raised, or its recurrent states do not
+            suit a trace), ``adapters`` (some requests have a LoRA adapter), ``large`` (its attention is too large for a
+            trace), ``refused`` (replay is disabled).
         refusal: reason why replay is disabled; None while it is enabled.
     """
 
@@ -276,8 +279,8 @@ class StepHandle(Protocol):
     def result(self) -> ModelOutput:
         """Wait for the step to end and return its results. Steps end in the order of their start.
 
-        Raises the error of a failed step, or KVCacheLostError if no KV is left. Steps started after a failed step are
-        void: their handles must not be used, and their tokens must be computed again.
+        Raises the error of a failed step, KVCacheLostError if no KV is left, or RunnerLostError. Steps started after a
+        failed step are void: their handles must not be used, and their tokens must be computed again.
         """
 
 
@@ -293,7 +296,7 @@ class Runner(Protocol):
 
         If the plan requests drafts of the draft model or head, this method waits for these drafts only. If the previous
         step is still sampling a request's last token, the token is taken from that step on the device. If this method
-        raises, the plan is refused, and the steps in flight are unchanged.
+        raises an error other than RunnerLostError, the plan is refused, and the steps in flight are unchanged.
         """
 
     def dispatch_second_part(self) -> None:

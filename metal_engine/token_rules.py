@@ -28,16 +28,17 @@ class Matcher(Protocol):
 
     @property
     def plain_tokens(self) -> Set[int]:
-        """Tokens after which the output is still free. The caller may pass them to :meth:`observe` with a later token.
+        """Tokens after which the output is still free; empty if the output is not free now.
 
-        The set is incomplete. It grows with the tokens that outputs have had.
+        The caller may keep such tokens, and pass them to :meth:`observe` together with the next other token. The set is
+        incomplete. It grows with the tokens that outputs have had.
         """
 
     def is_free_after(self, drafts: Sequence[int]) -> bool:
         """Return True if any token may follow now, and after each of ``drafts``, in order."""
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Advance past tokens of the output. The next mask is not computed before :meth:`consume`."""
+        """Advance past tokens of the output. Call :meth:`consume` before :meth:`fill_mask`: it requests the mask."""
 
     def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         """Advance past tokens of the output, and start computing the next mask.

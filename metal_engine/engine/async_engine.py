@@ -112,7 +112,7 @@ class Reservation:
         self._places.release()
 
     def release(self) -> None:
-        """Return the unused places."""
+        """Give up the unused places. They no longer count as waiting requests."""
         self._change(-self._num_left, -sum(self._left.elements()))
         self._left.clear()
 
@@ -148,7 +148,7 @@ class AsyncEngine:
         self._client = EngineClient(self._transport, self.tokenizer, self.config.seed)
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
-        """Stop the engine after the step in flight. Return True if it has ended within ``timeout`` seconds."""
+        """Stop the engine. See :meth:`Transport.shutdown`. Call it outside the event loop, because it blocks."""
         return self._transport.shutdown(timeout)
 
     def cut_requests(self, message: str) -> None:

@@ -201,9 +201,10 @@ class EngineCore:
         """Plan and start a step, then finish the oldest step in flight and return its outputs.
 
         With ``async_scheduling``, the step just started stays in flight, so that the next step is planned while it
-        runs. If a step raises, its requests are preempted and computed again. Two failed steps in a row make a request
-        a suspect, and suspects run one at a time until they have a token. A third failed step fails the request. If no
-        step has succeeded since the first failure, the device may be broken. A replaceable engine then ends instead.
+        runs. If a step raises, its requests are preempted and computed again. Two failed steps since its last token
+        make a request a suspect, and suspects run one at a time until they have a token. A third failed step fails the
+        request. If no step has succeeded since the first failure, the device may be broken. A replaceable engine then
+        ends instead.
 
         Raises:
             AssertionError: the scheduler's state is inconsistent, even after every request was failed.
@@ -243,7 +244,7 @@ class EngineCore:
         return failed + (self._finish_oldest() if self._in_flight else [])
 
     def _failed_loads(self) -> list[RequestOutput]:
-        """End the requests whose KV could not be loaded, if the load failure policy demands it."""
+        """End the requests that must fail because their KV could not be loaded. Return their error outputs."""
         connector = self.scheduler.connector
         failed = [] if connector is None else list(connector.failed_loads.items())
         return [self._fail_request(request_id, message) for request_id, message in failed]

@@ -26,6 +26,9 @@ class TokenEngine(Protocol):
         Args:
             request_id: id that is new to the engine.
             seed: seed of the output's random draws.
+
+        Raises:
+            EngineDeadError: the engine has ended.
         """
 
     def end(self, request_id: str, status: RequestStatus, num_output_tokens: int | None = None) -> None:

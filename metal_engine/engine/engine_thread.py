@@ -173,7 +173,10 @@ class EngineThread:
         return EngineDeadError(f"the engine has stopped: {self.error or 'it was shut down'}")
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
-        """Stop after the step in flight. Return True if the thread has ended within ``timeout`` seconds."""
+        """Stop after the step in flight. Return True if the thread has ended within ``timeout`` seconds.
+
+        Open requests get an error output. See :meth:`metal_engine.engine.transport.Transport.shutdown`.
+        """
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)

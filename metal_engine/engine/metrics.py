@@ -68,7 +68,7 @@ class EngineMetrics:
         num_prompt_tokens: tokens of the computed prompts, including tokens found in the prefix cache.
         num_generation_tokens: tokens sampled. Tokens after a stop string are subtracted from later tokens.
         num_cache_queries: tokens looked up in the prefix cache, at every admission.
-        num_cache_hits: tokens found in the prefix cache.
+        num_cache_hits: tokens found in the prefix cache, or loaded from a store.
         num_rows: rows of packed steps by kind. ``decode``: the only row of a request, not counting drafts. ``fresh``:
             rows of a request's first step after an admission. ``chunk``: other rows of a request with several rows.
             ``draft``: drafts, present only if there were any. Drafts are counted at the end of a step, because a draft
@@ -91,11 +91,11 @@ class EngineMetrics:
         num_retried_requests: requests of failed steps that were computed again, counted once for each step.
         num_resumed_requests: requests that continued in a new engine, counted once for each engine.
         restart: time from the end of an engine to the continuation of its requests in a new one.
-        num_late_masks: rows computed again because their grammar mask was late.
+        num_late_masks: rows computed again because their grammar mask was late, or not known to be needed.
         num_unconstrained_calls: tool calls whose grammars failed, so that their text was free.
         image_encode_seconds: time that the device took for encoding images.
         num_decode_forwards: steps in which every row samples, by the outcome of their forward pass
-            (:class:`metal_engine.step.DecodeForward`). Counted if replay applies to such steps.
+            (:class:`metal_engine.step.DecodeForward`). Empty if replay was not requested.
         replay_refusal: reason why no step is replayed; None if there is no known reason.
         num_drafts: number of proposals. A proposal consists of all drafts of one request in one step.
         num_draft_tokens: draft tokens proposed.

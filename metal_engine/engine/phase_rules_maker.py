@@ -61,6 +61,7 @@ class PhaseRulesMaker:
         Raises:
             ParameterError: the structured output is invalid.
             OverloadedError: too many grammars are waiting to be compiled.
+            Cancelled: the request was cancelled.
         """
         reasoning, calls = phases.reasoning, phases.calls
         after: FreePhase | Segment = "content"
@@ -129,7 +130,10 @@ class PhaseRulesMaker:
     def _compiled(
         self, structured: StructuredOutputsParams, place: Mapping[str, Any], end: str = ""
     ) -> CompiledGrammar:
-        """Compile a structured output that follows the text ``end``."""
+        """Compile a structured output that follows the text ``end``.
+
+        ``place`` has further fields of :mod:`metal_engine.grammars.source` for :meth:`GrammarCompiler.compile`.
+        """
         special = token_ranges(self._special.values()) if end else ""
         return self._compiler.compile(structured, tail=end, special=special, **place)
 

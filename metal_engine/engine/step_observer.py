@@ -34,7 +34,7 @@ class StepSegment:
         key: number of the request in this observer.
         num_tokens: number of rows, including drafts.
         context_len: tokens of the request that were computed before the step.
-        is_fresh: True if the request is new in this step.
+        is_fresh: True if the request was admitted for this step, for the first time or after a preemption.
         samples: True if the step samples or pools for the request.
         num_drafts: number of drafts, which are the last rows.
         num_image_tokens: number of rows that stand for images.

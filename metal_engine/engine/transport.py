@@ -91,10 +91,16 @@ class Transport(TokenEngine, Protocol):
         """
 
     def load_adapter(self, name: str, path: str, within: Path, *, in_place: bool) -> Adapter:
-        """Load a LoRA adapter, and wait for it. See :meth:`metal_engine.lora.registry.AdapterRegistry.load`."""
+        """Load a LoRA adapter, and wait for it. See :meth:`metal_engine.lora.registry.AdapterRegistry.load`.
+
+        Also raises AdapterError without LoRA support, and EngineDeadError if the engine has ended.
+        """
 
     def release_memory(self) -> None:
         """Free the KV cache of an idle engine until its next request. See :meth:`EngineCore.release_memory`."""
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
-        """Stop after the step in flight. Return True if the engine has ended within ``timeout`` seconds."""
+        """Stop after the step in flight. Return True if the engine has ended within ``timeout`` seconds.
+
+        Blocks until then. None waits without a limit.
+        """

@@ -159,7 +159,10 @@ class StatePool:
         return bool(self._of_tokens)
 
     def detach_arrays(self, reads: Slots, writes: Slots) -> list[mx.array]:
-        """Move the arrays that a decode step reads and writes to the caller, until :meth:`attach_arrays`.
+        """Return the arrays that a decode step reads and writes. :meth:`attach_arrays` stores them after the step.
+
+        Removes the arrays with rows for tokens from the pool. Pending recurrent states that the step does not replace
+        are written to the pool.
 
         Args:
             reads: slots of the recurrent states from which the requests start. Padding rows have ``PADDING_SLOT``.
@@ -173,7 +176,7 @@ class StatePool:
         return [state.arrays.pop(name) for state, name in self._of_tokens] + states
 
     def attach_arrays(self, arrays: list[mx.array], slots: Slots) -> None:
-        """Store arrays in the order of :meth:`detach_arrays`. Recurrent states are assigned to ``slots``."""
+        """Store arrays in the order of :meth:`detach_arrays`. Recurrent states become pending states of ``slots``."""
         num_of_tokens = len(self._of_tokens)
         for (state, name), array in zip(self._of_tokens, arrays[:num_of_tokens], strict=True):
             state.arrays[name] = array
@@ -241,7 +244,7 @@ class StatePool:
             state.attach_arrays(name, slots, values)
 
     def forget_states(self, slots: set[int]) -> None:
-        """Discard the pending recurrent states of slots, whose states are about to be loaded from elsewhere."""
+        """Discard the pending states of some slots. A store then provides their states, or no request needs them."""
         for state in self._recurrent:
             state.forget(slots)
 

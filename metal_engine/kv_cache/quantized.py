@@ -76,7 +76,10 @@ class QuantizedKVState(KVState):
 
 
 def numbers_of_groups(state: KVState) -> list[mx.array]:
-    """Return scales and biases of keys and values, each [num_slots, num_kv_heads, groups]; [] if not quantized."""
+    """Return key scales, key biases, value scales and value biases; an empty list if the state is not quantized.
+
+    Each array is [num_slots, num_kv_heads, dim / group_size].
+    """
     if not isinstance(state, QuantizedKVState):
         return []
     return [*state.key_groups, *state.value_groups]

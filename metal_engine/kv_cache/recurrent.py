@@ -81,7 +81,7 @@ class StateTransferPlan:
         return self.slots is not None or not all(whole)
 
 
-# Cached, because in a step all arrays of the layers that take their states in the same groups have the same arguments.
+# Cached: in a step, the arguments are the same for all arrays whose layers process the segments in the same groups.
 @lru_cache(maxsize=8)
 def plan_transfers(
     pending: tuple[Slots, ...], reads: tuple[Slots | None, ...], writes: tuple[Slots, ...]
@@ -220,7 +220,7 @@ class RecurrentState:
         return [None if runs is None else _joined([rows.of(values, pool) for rows in runs]) for runs in plan.taken]
 
     def forget(self, slots: set[int]) -> None:
-        """Discard the pending states of some slots, whose states will be loaded from elsewhere."""
+        """Discard the pending states of some slots. A store then provides their states, or no request needs them."""
         for name, pending in self._pending.items():
             kept = [(p, [i for i, slot in enumerate(p.slots) if slot not in slots]) for p in pending]
             self._pending[name] = [p.only(wanted) for p, wanted in kept if wanted]

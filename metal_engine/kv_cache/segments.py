@@ -137,9 +137,9 @@ class Segments:
 
     @cached_property
     def tables(self) -> tuple[mx.array, mx.array]:
-        """Arrays for kernels, int32: ``cu_seqlens``, [B+1], and the index of each segment's initial state, [B].
+        """Arrays for kernels, int32: ``cu_seqlens``, [B+1], and the row of each segment's initial state, [B].
 
-        The index of a segment's state is the index of the segment. It is -1 if the segment starts a request.
+        Row i of an array of states has the initial state of segment i. The entry is -1 if the segment starts a request.
         """
         reads = [-1 if slot == ZERO_STATE_SLOT else index for index, slot in enumerate(self.reads)]
         return mx.array(self.cu_seqlens), mx.array(reads)

@@ -162,7 +162,8 @@ class KVState(TokenState):
 class LatentState(KVState):
     """Latents of one layer. A key consists of the latent and its position part; the value is the whole key.
 
-    The output of attention over such values starts with the output over the latents. The caller slices off the rest.
+    Only the first ``latent_dim`` columns of the attention output are used: the output over the latents. The caller
+    slices off the others.
     """
 
     spec: LatentSpec

@@ -65,7 +65,7 @@ class TracedWrites:
 
 
 class BlockWrites:
-    """Writes whole blocks at once, and all other rows one by one. For a GPU under page-aligned scheduling."""
+    """Writes rows that fill whole blocks by block, and all other rows by slot. For page-aligned scheduling on a GPU."""
 
     def __init__(self, slots: np.ndarray, block_size: int) -> None:
         self._block_size = block_size
@@ -83,7 +83,7 @@ class BlockWrites:
 
 
 class RunWrites:
-    """Writes rows with consecutive slots as slices: fastest on a CPU, even if the rows do not fill blocks."""
+    """Writes runs of at least ``MIN_RUN`` consecutive slots as slices, and all other rows by slot. Fastest on a CPU."""
 
     def __init__(self, slots: np.ndarray, block_size: int) -> None:
         runs = consecutive_runs(slots, MIN_RUN)  # [num_runs, 3]

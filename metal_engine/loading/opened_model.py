@@ -47,7 +47,10 @@ class OpenedModel:
         *,
         max_over_ranks: Callable[[str, int], int],
     ) -> int:
-        """Run a step, and ``head`` after it if given. Return the memory besides weights and KV, in bytes."""
+        """Run a step, and ``head`` after it if given. Return the memory besides weights and KV, in bytes.
+
+        :func:`measure_step_bytes` describes the arguments, and raises the errors.
+        """
         from metal_engine.runner.step_memory import measure_step_bytes
 
         longest = self.info.max_position_embeddings

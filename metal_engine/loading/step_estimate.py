@@ -1,4 +1,4 @@
-"""Estimates, before a model is loaded, an upper limit of the memory of its largest step. Used to make room for it."""
+"""Estimates an upper limit of the memory of a model's largest step before the load, to make room for the model."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ def _by_tail(targets: AdapterTargets) -> dict[str, str]:
 
 
 def _target(name: str, targets: AdapterTargets, by_tail: dict[str, str], path: Path) -> str:
-    """Return the model's name of a layer that an adapter adds to. Raises AdapterError if no adapter may do so."""
+    """Return the model's name of a layer that an adapter adds to. Raises AdapterError if adapters cannot change it."""
     if is_vision_tensor(name):  # its layers may have the names of the text model's layers
         raise AdapterError(f"{path} adds to {short(name, 100)}: adapters of image encoders are not supported")
     module = name if name in targets.shapes or name in targets.refused else by_tail.get(_tail(name), name)

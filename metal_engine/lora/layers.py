@@ -53,7 +53,9 @@ class AdaptedLayer:
         return self.a.nbytes + self.b.nbytes
 
     def set_weights(self, slot: int, weights: Weights | None) -> Iterator[int]:
-        """Write an adapter's weights to its slot, part by part. None clears the slot: the adapter does not add here.
+        """Write an adapter's weights to its slot, part by part.
+
+        None clears the slot, because the adapter does not add to this layer.
 
         Yields:
             Size in bytes (of float32) of each part, after writing it. The slot is usable after the last part.

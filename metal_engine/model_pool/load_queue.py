@@ -15,9 +15,10 @@ class LoadQueue:
     The rule that picks the next load:
 
     - A load may start if its memory is available at once: free, or held by idle models.
-    - The first load without such memory closes models in use, its victims. Closed models get no new requests.
+    - For the first load that lacks memory, models in use are closed: its victims. A closed model gets no new requests,
+      and is unloaded after its last request.
     - Until the victims are unloaded, other loads that fit at once may start first, except loads of the victims.
-    - After that, no load may start before this first load.
+    - Once the victims are unloaded, no other load may start before the first load.
 
     The first load therefore waits only for requests that ran when it arrived, and for requests of models that were
     loaded in the meantime.

@@ -59,7 +59,9 @@ class RegistryDeviceAccess(DeviceAccess):
 
 
 def load_in_thread(source: ModelSource, access: RegistryDeviceAccess) -> LoadedEngine:
-    """Load a model. Clears the frames of an error's traceback, because a frame can keep weights in memory.
+    """Load a model, and store the signature of its files in ``access``.
+
+    Clears the frames of an error's traceback, because a frame can keep weights in memory.
 
     Raises:
         ModelLoadError: any failure, possibly as a subclass.

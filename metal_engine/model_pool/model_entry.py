@@ -68,7 +68,8 @@ class Load:
     Attributes:
         done: future that resolves to None when the model is loaded, or raises the reason of the failure.
         may_evict: True if other models may be unloaded for it.
-        num_bytes: memory of the model in bytes, as claimed so far; 0 before the first claim.
+        num_bytes: memory of the model in bytes, as claimed last by this load, or before that by an earlier load. 0
+            before the first claim for the model.
         num_waiting: number of callers that await the load.
         is_cancelled: True if the model was unloaded in the meantime.
         was_given_up: True if the load ended early, because it was cancelled or its waiters have left.

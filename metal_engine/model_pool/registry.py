@@ -178,7 +178,7 @@ class ModelRegistry:
     # --- loading, one after the other ---
 
     def _pending_load(self, entry: ModelEntry, may_evict: bool) -> Load:
-        """Return the pending load of a model. Queue a new load if there is none."""
+        """Return the pending load of a model. Queue a new load if there is none. Raises RegistryClosedError."""
         if self.is_closed:
             raise RegistryClosedError("the server is shutting down")
         if entry.load is None:
@@ -256,7 +256,7 @@ class ModelRegistry:
         return None
 
     def _finish(self, load: Load, error: Exception | None) -> None:
-        """Remove a load from the queue, and resolve the future that its waiters await.
+        """Remove a load from the queue, reopen its victims, and resolve the future that its waiters await.
 
         Args:
             error: error that the waiters get; None if the model is loaded.
@@ -274,7 +274,10 @@ class ModelRegistry:
         self._start_timer(load.entry)
 
     async def claim(self, load: Load, num_bytes: int) -> None:
-        """Reserve ``num_bytes`` in total for a model that is being loaded. Raises as :meth:`DeviceAccess.claim`."""
+        """Reserve ``num_bytes`` in total for a model that is being loaded. Unloads idle models if necessary.
+
+        Raises as :meth:`DeviceAccess.claim`.
+        """
         entry = load.entry
         if not entry.num_bytes:  # the first claim reserves at least the memory of the last load
             num_bytes = max(num_bytes, load.num_bytes)

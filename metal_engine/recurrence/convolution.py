@@ -14,7 +14,7 @@ def convolve_by_shifts(inputs: mx.array, weight: mx.array, bias: mx.array | None
     Args:
         inputs: inputs, [b, s + K-1, C].
         weight: weights, [C, K]. The last weight applies to the row itself.
-        bias: biases, [C].
+        bias: biases, [C]; None without biases.
 
     Returns:
         Outputs, [b, s, C].

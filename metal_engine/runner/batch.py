@@ -215,7 +215,7 @@ class RequestTable:
         return int(self._num_computed[index])
 
     def slots(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Return the slots of positions ``start`` to ``stop`` of a request, [stop - start] int32."""
+        """Return the slots of positions ``start`` to ``stop`` - 1 of a request, [stop - start] int32."""
         return slots_of(self._block_table, index, np.arange(start, stop), self.block_size)
 
     def stop_token_ids(self, index: int) -> frozenset[int]:
@@ -252,10 +252,11 @@ class RequestTable:
         self._num_tokens[indices] += 1
 
     def follow_phases(self, request_ids: list[str], output: ModelOutput) -> set[str]:
-        """Advance the phases of all outputs past their new tokens. Return the requests whose next token needs a mask.
+        """Advance the phases of outputs past their new tokens. Return the requests whose next token needs a mask.
 
         Call it after :meth:`append_tokens`, with the same arguments. Sets ``constrained`` in ``output``, and adds to
-        its ``num_unconstrained_calls``.
+        its ``num_unconstrained_calls``. Tokens that leave an output free may be processed in a later call
+        (:attr:`metal_engine.token_rules.Matcher.plain_tokens`).
         """
         waiting: set[str] = set()
         if not self._plain_tokens:
@@ -381,7 +382,7 @@ class RequestTable:
         )
 
     def rotary_positions(self, indices: np.ndarray, rows: StepRows) -> np.ndarray | None:
-        """Return rotary positions for rows of the requests at ``indices``; None if they equal the positions."""
+        """Return rotary positions for rows of the requests at ``indices``. See :meth:`ImageTable.rotary_positions`."""
         return self._images.rotary_positions(indices, rows)
 
     def rows(

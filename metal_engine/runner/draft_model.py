@@ -119,7 +119,7 @@ class DraftModel:
     def draft(self, table: RequestTable, plan: SchedulerOutput) -> Drafting | None:
         """Compute the drafts and the KV that a plan requests from this model. Return None if it requests neither.
 
-        A failed forward is raised again. The KV is then unchanged, or empty if it was lost.
+        Raises the error of a failed forward. This model's KV is then unchanged, or empty if it was lost.
         """
         self._written.clear()
         began = time.perf_counter()
@@ -177,9 +177,10 @@ class DraftModel:
         return tasks
 
     def _first_missing(self, table: RequestTable, request_id: str, index: int, end: int) -> int:
-        """Return the position of a request's first token without KV of this model; ``end`` if all tokens have KV.
+        """Return the position of a request's first token without KV of this model.
 
-        ``end`` is the number of tokens that the target has computed.
+        ``end`` is the number of tokens that the target has computed. If all of them have KV, the result is at least
+        ``end``.
 
         Accepted drafts have KV, and so do tokens computed for other requests that share the blocks. A token sampled in
         place of a rejected draft has no KV once the target has written to its slot.
@@ -212,7 +213,7 @@ class DraftModel:
         drafting.forward_seconds += time.perf_counter() - began
 
     def _forward(self, table: RequestTable, tasks: list[_ModelTask]) -> None:
-        """Compute the tokens of some requests, and sample for requests that want drafts."""
+        """Compute the tokens of some tasks, and append a draft to each task that wants drafts. Waits for the device."""
         indices = np.array([task.index for task in tasks], np.int32)
         starts = np.array([task.start for task in tasks], np.int32)
         query_lens = np.array([task.stop - task.start for task in tasks], np.int32)

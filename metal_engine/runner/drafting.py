@@ -104,7 +104,7 @@ class DraftTask:
     has_ended: bool = False
 
     def take(self, draft: int, stop_token_ids: frozenset[int]) -> None:
-        """Append a sampled draft, except a token that ends the request."""
+        """Append a sampled draft, unless it ends the request. Update :attr:`has_ended`."""
         self.has_ended |= draft in stop_token_ids
         if not self.has_ended:
             self.drafts.append(draft)

@@ -16,9 +16,12 @@ CPU_TOKENS = 256
 
 
 def measure_encode_bytes(model: PagedModel, num_tokens: int) -> int:
-    """Encode an image of about ``num_tokens`` tokens. Return MLX's peak memory meanwhile, minus the memory in use.
+    """Encode an image of about ``num_tokens`` tokens, and measure MLX's peak memory.
 
-    The result is in bytes. On a CPU, the image has at most ``CPU_TOKENS`` tokens, and the result is extrapolated.
+    On a CPU, the image has at most ``CPU_TOKENS`` tokens, and the result is extrapolated.
+
+    Returns:
+        Peak memory during the encoding minus the memory in use before it, in bytes.
 
     Raises:
         ConfigError: the device cannot encode so large an image.

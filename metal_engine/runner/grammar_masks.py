@@ -41,7 +41,7 @@ class GrammarState:
         return self._matcher.plain_tokens
 
     def is_free_after(self, drafts: Sequence[int]) -> bool:
-        """Return True if any token may follow now, and after each of some drafts."""
+        """Return True if any token may follow now, and after each of ``drafts``, in order."""
         return self._matcher.is_free_after(drafts)
 
     def observe(self, token_ids: Sequence[int]) -> None:

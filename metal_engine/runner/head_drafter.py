@@ -51,8 +51,8 @@ class _Carried:
     """Output of the head at the row before a request's last known token.
 
     Attributes:
-        output: output of a step, [R, hidden_size].
-        row: index of the request's row.
+        output: the head's output at all rows that sample in a step, [R, hidden_size].
+        row: index of the request's row in ``output``.
         num_tokens: number of known tokens of the request, after which the row predicts the next token.
     """
 
@@ -280,7 +280,7 @@ class FollowedByHead:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Array to evaluate with the step."""
+        """Arrays to evaluate with the step."""
         return [array for array in (self._output, self._written) if array is not None]
 
     def finish(self, output: ModelOutput) -> None:

@@ -24,7 +24,7 @@ class ImageRows:
 
 
 class ImageTable:
-    """Images of the requests in the runner's table, by their index there.
+    """Images of the requests in the runner's table, by the index of the request in that table.
 
     Args:
         size: number of indices.
@@ -59,7 +59,7 @@ class ImageTable:
     def rotary_positions(self, indices: np.ndarray, rows: StepRows) -> np.ndarray | None:
         """Return rotary positions for the rows of a step, [N] int32, or [3, N] if the axes of some row differ.
 
-        None if they equal the positions.
+        None if no request of the table has positions on axes. The rotary positions then equal ``rows.positions``.
 
         Args:
             indices: [B], index of each request of the step.
@@ -92,7 +92,7 @@ class ImageTable:
             indices: [B], index of each request of the step.
 
         Raises:
-            ValueError: the step has only a part of such an image.
+            ValueError: the step has only a part of an image whose tokens attend to each other.
         """
         found = []
         bidirectional_layers: BidirectionalLayers = ""

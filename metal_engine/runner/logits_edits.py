@@ -129,7 +129,7 @@ class RequestEdits:
             self.counts.add(new)
 
     def has_edits_after(self, drafts: Sequence[int]) -> bool:
-        """Return True if logits are edited after some drafts."""
+        """Return True if the logits of the token after ``drafts``, or of one of the drafts, need edits."""
         grammar = self.grammar
         return self._always_edits or grammar is None or grammar.must_go_on or not grammar.is_free_after(drafts)
 

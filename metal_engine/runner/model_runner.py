@@ -337,7 +337,7 @@ class ModelRunner:
         return [self.pool.states_done_marker()] if self.pool.is_recurrent else []
 
     def _load(self, step: PendingStep) -> None:
-        """Write the KV that a step loads from a store to the cache's arrays, as the previous step has left them."""
+        """Write the KV that a step loads from a store into the cache's arrays, after the previous step's writes."""
         if self._kv_connector is not None and step.loads:
             assert step.before is not None
             for index, layer in enumerate(step.before):

@@ -41,7 +41,7 @@ class PendingStep:
         is_async: True if a part of the step was evaluated asynchronously.
         shared: logits that every rank evaluates at the dispatch; None afterwards, or if there is one rank.
         follow: callback that builds the drafter's work on the sampled tokens; None without a drafter, or once called.
-        followed: the drafter's work in this step; None for drafters without such work.
+        followed: the drafter's work in this step; None if the drafter has no arrays to evaluate with the step.
         encoding: encoding of the step's images; None without images to encode.
         encode_seconds: duration of the encoding, set by :meth:`wait`.
         next_encoding: encoding of the next step, which the device begins after this step; None if there is none.

@@ -297,7 +297,7 @@ class DecodeReplay:
 
 
 def is_decode(plan: SchedulerOutput, rows: StepRows, num_logits: int) -> bool:
-    """Return True if every row of a step samples once, has one position, and the step loads nothing into the cache.
+    """Return True if every row of a step samples once, no row has three axes, and the step loads nothing from a store.
 
     Args:
         num_logits: number of rows whose logits the step needs.

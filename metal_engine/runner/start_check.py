@@ -13,7 +13,7 @@ class CheckTooSlowError(Exception):
 
 
 class CheckDeadline:
-    """End of a check's time.
+    """Time limit of one check. The time starts when the object is created.
 
     Args:
         seconds: time limit of the check.

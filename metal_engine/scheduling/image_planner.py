@@ -21,8 +21,9 @@ from metal_engine.step import ImageToEncode, SchedulerOutput
 class ImagePlanner:
     """Image features for the running requests.
 
-    The images of a request are claimed in order, and released when the plans have computed their tokens. A request
-    holds no image beyond the next step's tokens. A request that must wait for features holds no image at all.
+    A claim keeps the features of an image for a request. A request claims its images in order, only as far as the next
+    step may compute their tokens. It releases an image when the plans have computed the image's tokens. A request that
+    must wait for features has no claims at all.
 
     Args:
         config: limits on encoded and kept features.

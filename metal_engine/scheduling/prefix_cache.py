@@ -38,7 +38,7 @@ def root_hash(model_fingerprint: str, cache_salt: str, adapter_fingerprint: str 
 
 
 def extend_block_hashes(request: Request, block_size: int, model_fingerprint: str) -> list[bytes]:
-    """Update ``request.block_hashes`` for its current tokens, and return them. Hashes only the newly filled blocks."""
+    """Extend ``request.block_hashes`` to all full blocks of its current tokens. Return the list itself."""
     hashes = request.block_hashes
     root = model_fingerprint, request.cache_salt, _fingerprint(request.adapter)
     _extend(hashes, request.token_ids, block_size, root, request.images)

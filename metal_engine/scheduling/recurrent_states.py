@@ -43,10 +43,10 @@ class _Held:
         stops: prompt positions where a state checkpoint is wanted, beside the multiples of ``interval``.
         unpublished: (number of blocks, slot) of written states whose block hashes are not known yet.
         interval: number of tokens between the periodic checkpoints of the prompt.
-        spaced: position -> hash of each periodic checkpoint.
+        spaced: prompt position -> hash of the periodic checkpoint at that position.
         is_prompt_scheduled_whole: True if a single step was planned to compute the prompt up to its last checkpoint.
-        latest: hash of the checkpoint at the last wanted position of the prompt.
-        rolling: hash of the checkpoint in the output.
+        latest: hash of the last checkpoint that was added at one of ``stops``; empty before the first.
+        rolling: hash of the last checkpoint that was added in the output; None before the first.
         is_written: True if ``slot`` holds a state, which a planned step writes or which was loaded from a store.
         loaded_blocks: number of blocks before the state that was loaded from a store; 0 if none was loaded.
         source: slot with the initial state of the last planned step; None if the request does not hold that slot.
@@ -181,7 +181,10 @@ class RecurrentStates:
         return tuple({end - end % self._block_size for end in ends})
 
     def request_checkpoint(self, request: Request, position: int) -> None:
-        """Request a state checkpoint at ``position``, because another request waits for this prefix."""
+        """Request a state checkpoint at ``position``, because another request waits for the prefix that ends there.
+
+        No effect after :meth:`plan_whole_prompt`.
+        """
         held = self._held.get(request.request_id)
         if held is not None and self._keeps_checkpoints and not held.is_prompt_scheduled_whole:
             held.stops = (*held.stops, position)
@@ -207,9 +210,9 @@ class RecurrentStates:
     def plan_whole_prompt(self, request: Request, num_computed: int) -> int:
         """Plan a whole prompt, because no prefill slot is free. Return how many tokens to compute in this step.
 
-        These are the tokens up to the prompt's last state checkpoint. The few tokens after the checkpoint follow in the
-        next step, and do not occupy a prefill slot. From then on, no additional checkpoint can be requested in the
-        prompt.
+        The step computes the tokens up to the prompt's last state checkpoint, or all tokens if the prompt has no later
+        checkpoint. The few tokens after the checkpoint follow in the next step, and do not occupy a prefill slot. From
+        then on, no additional checkpoint can be requested in the prompt.
         """
         held = self._held.get(request.request_id)
         if held is None or not self._keeps_checkpoints:
@@ -224,7 +227,11 @@ class RecurrentStates:
         return held is not None and held.is_prompt_scheduled_whole
 
     def plan(self, plan: SchedulerOutput, request: Request) -> None:
-        """Prepare a request's states for its next step. Called before the step's tokens count as computed."""
+        """Prepare a request's states for its next step. Called before the step's tokens count as computed.
+
+        If the current state is to become a checkpoint, it stays in its slot. ``plan.new_state_slots`` then gets another
+        slot for the request, if one is available.
+        """
         held = self._held.get(request.request_id)
         if held is None:
             return

@@ -165,7 +165,10 @@ class Scheduler:
         return min(limit(request, num_computed) for limit in limits)
 
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
-        """Schedule decodes of running requests in order, including recomputed drafts. Return the running prefills."""
+        """Schedule decodes of running requests in order, including recomputed drafts. Return the running prefills.
+
+        If the pool has too few free blocks, the last requests in order are preempted.
+        """
         prefills = []
         for request in list(self.running.values()):
             if budget.tokens == 0:
@@ -189,7 +192,7 @@ class Scheduler:
         return [request for request in prefills if request.status is RequestStatus.RUNNING]
 
     def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillAllocator, at_most: int | None = None) -> None:
-        """Admit waiting requests to free prefill slots while there are enough free blocks."""
+        """Admit up to ``at_most`` waiting requests to free prefill slots, while there are enough free blocks."""
         num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
         for _ in range(num_free if at_most is None else min(at_most, num_free)):
             candidate = self._next_candidate(prefills)
@@ -265,7 +268,7 @@ class Scheduler:
         """Insert a request into the running requests, which stay in order of service."""
         last = next(reversed(self.running.values()), None)
         self.running[request.request_id] = request
-        if last is not None and request.sort_key < last.sort_key:  # admitted out of order: restore it
+        if last is not None and request.sort_key < last.sort_key:  # admitted out of order: restore the order
             self.running = dict(sorted(self.running.items(), key=lambda pair: pair[1].sort_key))
 
     def _add_to_plan(self, plan: SchedulerOutput, request: Request, num_tokens: int) -> None:
@@ -443,7 +446,7 @@ class Scheduler:
             request.num_computed_tokens -= 1
 
     def _finish_pooled(self, model_output: ModelOutput) -> list[RequestOutput]:
-        """End the pooling requests whose prompts the step has completed."""
+        """End the pooling requests whose prompts the step has completed. Return their outputs."""
         outputs = []
         for request_id, pooled in model_output.pooled.items():
             request = self.requests.get(request_id)

@@ -94,7 +94,7 @@ class StateSlots:
         return self._checkpoints[block_hash]
 
     def resume_from(self, block_hash: bytes) -> int:
-        """Return the slot of a state checkpoint from which a request resumes, and count the hit."""
+        """Count a hit of a state checkpoint, and return its slot. Raises KeyError without one for ``block_hash``."""
         self._checkpoints.move_to_end(block_hash)
         self._was_hit.add(block_hash)
         self.num_hits += 1

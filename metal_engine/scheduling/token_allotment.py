@@ -236,6 +236,8 @@ class PrefillAllocator:
     def take(self, request: Request, *, whole: bool = False) -> None:
         """Add a new request that passed :meth:`fits_minimum`, with the minimum allotment.
 
+        A request that passed only :meth:`fits_any` gets the tokens that are left, if these are fewer.
+
         With ``whole``, the request gets no prefill slot, and its whole prompt must pass :meth:`fits`. The allotment is
         then the whole prompt, or the prompt up to its last state checkpoint. A request without a slot must complete its
         prompt within two steps, and an even part of the budget might be too small for this.
@@ -278,6 +280,8 @@ class PrefillAllocator:
 
     def _extra(self, request: Request, num_parts: int, num_asking: int) -> int:
         """Return how many tokens ``request`` can use of an equal part of the remaining budget.
+
+        If no chunk may cut the request's next image, the result can exceed the part: it is then the whole image.
 
         Args:
             num_parts: number of requests that share the tokens and the attention work.

@@ -294,7 +294,7 @@ class EngineChild:
     def _add(self, message: wire.Submit, prepared: PreparedRequest) -> None:
         so_far = None if message.so_far is None else unpacked_output(message.so_far)
         arguments = message.seed, message.options, so_far, message.num_failures
-        with self._lock, suppress(EngineDeadError):  # the server is told by `_on_end`
+        with self._lock, suppress(EngineDeadError):  # `_on_end` reports the end of the engine to the server
             if message.request_id in self._waiting:
                 self._waiting.remove(message.request_id)
                 self._thread.submit(message.request_id, prepared, *arguments)

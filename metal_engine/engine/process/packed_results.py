@@ -138,7 +138,11 @@ class MetricsTotals:
         return replace(stats, peak_used_blocks=max(before.peak_used_blocks, stats.peak_used_blocks), **sums)
 
     def update(self, snapshot: MetricsSnapshot) -> None:
-        """Set the sums from the current values of the engine (:func:`packed_metrics`). Raises WireError."""
+        """Set the sums to the totals of earlier engines plus the current values of this engine. Raises WireError.
+
+        Args:
+            snapshot: result of :func:`packed_metrics` for this engine.
+        """
         metrics, before = self._metrics, self._before
         with checked():
             for name, value in snapshot.counts.items():
@@ -172,7 +176,7 @@ def packed_adapter(adapter: Adapter) -> LoadedAdapter:
 
 
 def packed_error(error: BaseException) -> list[str | None]:
-    """Return the type and the arguments of an error. Types that are unknown here become RuntimeError."""
+    """Return the type and the arguments of an error. Types that ``_ERRORS`` lacks become RuntimeError."""
     for kind, names in _ERRORS.items():
         if isinstance(error, kind):
             values = [getattr(error, name) if name else str(error) for name in names]

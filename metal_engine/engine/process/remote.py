@@ -161,7 +161,7 @@ class RemoteWatch:
             self._on_frame(Frame(is_whole=self._is_whole))
 
     def begin_again(self) -> None:
-        """Void all earlier frames, because a new process numbers its requests from 0."""
+        """Send a frame that voids all earlier frames, because a new process numbers its requests from 0."""
         if self._on_frame is not None:
             self._on_frame(Frame(forget=True, finished=list(range(self._num_requests))))
 

@@ -110,7 +110,10 @@ class RemoteAdapters:
                 logger.warning("the LoRA adapter %r must be loaded again", adapter.name)
 
     def _drop_unused(self, name: str) -> bool:
-        """Drop the adapter of a name if no request uses it, so that its slot becomes free. Return True if so."""
+        """Drop the adapter of a name if no request uses it, so that its slot becomes free.
+
+        Return True if an adapter was dropped.
+        """
         reference = weakref.ref(self._adapters.pop(name)) if name in self._adapters else None
         if reference is not None and (used := reference()) is not None:
             self._adapters[name] = used

@@ -42,7 +42,7 @@ class Spawner:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-spawner")
 
     def take(self) -> EngineProcess:
-        """Return the spare process, or a new process."""
+        """Return the spare process, or a new process. Raises OSError if the system cannot start a process."""
         return self._thread.submit(self._take).result()
 
     def prepare_spare(self) -> None:
@@ -52,10 +52,7 @@ class Spawner:
     def device(self) -> DeviceInfo:
         """Start a process that reports its device, and return the device. The process becomes the spare process.
 
-        Call it before any other process runs.
-
-        Raises:
-            ModelLoadError: the process has ended.
+        Call it before any other process runs. Raises as :meth:`EngineProcess.device`.
         """
         process = self.take()
         device = process.device()

@@ -54,15 +54,19 @@ class AsyncPlanning:
         self._last_end = None
 
     def seconds(self, num_rows: int) -> float | None:
-        """Return the duration of a step of ``num_rows`` rows; None if no step of at most this size was measured."""
+        """Return the duration of a step of ``num_rows`` rows, in seconds.
+
+        None if no size up to ``num_rows`` rows was measured twice: a first step may include the compilation of kernels.
+        """
         times = self._times.times(num_rows, 0)
         return times[0] if times else None
 
     def may_wait(self) -> bool:
         """Return True if a step that is expected to have drafts should wait for tokens.
 
-        Expected drafts may rely on step times that are not measured. Each wait without drafts therefore doubles the
-        number of later waits that are left out. Call it once for each step that is expected to have drafts.
+        Drafts may be expected because of step times that were not measured. Therefore, after n waits in a row without
+        drafts (``_MAX_VAIN_WAITS`` at most count), the next 2 ** n - 1 waits are skipped. Call it once for each step
+        that is expected to have drafts.
         """
         self._num_left_out += 1
         return self._num_left_out >= 1 << self._num_vain_waits
@@ -75,7 +79,7 @@ class AsyncPlanning:
     def is_slower(self, num_rows: float, choice: DraftLengths) -> bool:
         """Return True if an asynchronously planned step yields fewer tokens per second than a step with drafts.
 
-        Every ``_TRIED_EVERY``-th result is inverted. False if the asynchronously planned step has not been measured.
+        Every ``_TRIED_EVERY``-th result is inverted. False if :meth:`seconds` does not know the asynchronous step yet.
 
         Args:
             num_rows: average number of rows of asynchronously planned steps, at least 1. Each row yields a token.

@@ -95,7 +95,10 @@ class DraftCosts:
 
     @property
     def _token_seconds(self) -> float:
-        """Seconds per token that the draft model has to catch up with, at most the time of a forward; 0 at first."""
+        """Seconds per token that the draft model has to catch up with.
+
+        After a single measurement, at most :attr:`forward_seconds`; 0 before it.
+        """
         return self._token.known or min(self._token.first, self.forward_seconds)
 
     @property

@@ -1,4 +1,4 @@
-"""Compares the tokens per second of steps with a draft head's drafts with those of steps without drafts.
+"""Compares the tokens per second of steps with and without the drafts of a draft head.
 
 Drafts are chosen by estimated step times and acceptances. The estimates can be wrong, for example if the host is slower
 than the device. Therefore the real rates of both kinds of steps are measured, for each size class of the number of

@@ -91,13 +91,13 @@ class Proposals:
 
     @property
     def draft_seconds(self) -> float:
-        """Time to compute one draft for each request, in seconds; 0 if the runner computes no drafts."""
+        """Time to compute one draft for each request, in seconds; 0 if unknown, or if the runner computes no drafts."""
         return 0.0 if self._costs is None else self._costs.forward_seconds
 
     def catching_up_seconds(self, request: Request, drafts: list[int]) -> float:
         """Return the time for the draft model to catch up with a request, in seconds per step of its next steps.
 
-        0 if ``drafts`` do not come from the draft model.
+        0 if the time is unknown, or if ``drafts`` do not come from the draft model.
         """
         is_asked = self._costs is not None and drafts[0] == UNKNOWN_DRAFT
         return self._costs.catching_up_seconds(request) if self._costs is not None and is_asked else 0.0
@@ -121,8 +121,8 @@ class Proposals:
         """Return the drafts of requests that are likely enough to be worth their cost, and the other requests.
 
         The drafts are limited to the rows that ``times`` covers. Requests with the likeliest drafts come first; equally
-        likely requests rotate from step to step. The second result lists the requests without drafts in the first
-        result.
+        likely requests rotate from step to step. The second result lists requests whose acceptance is too low, or for
+        which no rows are left. All other requests are in neither result, for example if the proposer finds no drafts.
 
         Args:
             num_sampling: number of requests that sample in the step.

@@ -71,7 +71,8 @@ class Speculation:
         self._is_head = not proposer.acceptance.is_shared
         self._gain = gain or (DraftGain() if self._is_head else UnmeasuredGain())
         self._is_probe = False  # True if the last planned step has a probe, a draft not expected to be worth its cost
-        self._follows_probe = False  # True if the last step was a probe, and so its successor was not planned ahead
+        # True if the step before the current one had a probe, so that the current step was not planned asynchronously.
+        self._follows_probe = False
         self._num_plain_rows = 0  # rows of the last planned step without its drafts; 0 if it also prefills
         self._was_worth_waiting = False  # True if planning of the next step waits for tokens, because of drafts
         self._probe_request: Request | None = None  # request whose probe the planning of the next step waits for
@@ -146,7 +147,7 @@ class Speculation:
         times: list[float],
         hoped: list[float],
     ) -> bool:
-        """Return True if drafts based on the known tokens yield more than asynchronously planned steps.
+        """Return True if steps with drafts are expected to yield more tokens per second than asynchronous steps.
 
         Args:
             limits: number of drafts after the tokens in flight, for each proposal, within the available capacity.

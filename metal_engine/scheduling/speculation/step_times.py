@@ -99,8 +99,8 @@ class StepTimes:
 
         The result is empty if no step of ``num_rows`` rows or fewer has been measured twice. Durations between measured
         sizes are interpolated linearly. Sizes slightly above the largest measured size get the time of the largest
-        size, so that they are tried. The result ends there, and has a single entry if ``num_rows`` is far above all
-        measured sizes.
+        size, so that they are tried. The result leaves out larger sizes, and has a single entry if ``num_rows`` is far
+        above all measured sizes.
         """
         known = sorted((size, entry) for size, entry in self._sizes.items() if entry.is_sure)
         above = bisect_right(known, num_rows, key=lambda pair: pair[0])
