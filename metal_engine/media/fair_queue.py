@@ -38,7 +38,7 @@ class FairQueue:
             time: result of the request's first call plus the seconds used since then; None in the first call.
 
         Returns:
-            Time of the request in seconds.
+            ``time``; in the first call, the time in seconds with which the request begins.
 
         Raises:
             Cancelled: the request was cancelled.

@@ -73,7 +73,7 @@ def displayed_size(image: Image.Image) -> tuple[int, int]:
 
 
 def decoded(image: Image.Image) -> Image.Image:
-    """Decode an opened image to RGB, as a viewer displays it on white.
+    """Decode an opened image to RGB, as a viewer displays it on white. Reduce images of many pixels (REDUCED_PIXELS).
 
     Raises:
         ImageFileError: the file is truncated or broken.

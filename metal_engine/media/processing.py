@@ -19,7 +19,7 @@ from metal_engine.media.store import ImageStore, LoadedImage, size_of
 from metal_engine.prompt_images import AxesPositions, PromptImage, PromptImages
 from metal_engine.settings.config import VisionConfig
 
-# Maximum time for downloading the images of a request, in seconds, except for the last download.
+# Time in seconds after which no further image of a request is downloaded. A download that has begun may take longer.
 _DOWNLOAD_SECONDS = 30.0
 
 
