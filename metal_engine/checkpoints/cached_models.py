@@ -103,7 +103,7 @@ def _models(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> list[CachedMo
 def find_cached(name: str, download_dir: str | None) -> CachedModel | None:
     """Return the model on this machine that is called ``name``, ignoring case; None if there is no such model.
 
-    A name without a quantization also finds a GGUF file, if it is the only one of its repository. Raises as
+    A name without a quantization also finds the GGUF file of a repository, unless the repository has several. Raises as
     :func:`cached_models`.
     """
     models = cached_models(download_dir)

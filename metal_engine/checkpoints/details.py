@@ -44,8 +44,8 @@ class CheckpointDetails:
         path: local path of the model; None for a model on the hub.
         requirements: requirements of the checkpoint; None if its files cannot be read, and for a GGUF file on the hub.
         quantization: storage type of the weights in one word; "" if unknown.
-        problem: reason why the model cannot run here; None if its configuration and headers show no problem, and for
-            a GGUF file on the hub, whose header is not read.
+        problem: reason why the model cannot run here; None if no problem is known. The header of a GGUF file on the
+            hub is not read.
         head_bytes: size of the draft head's weights in memory, in bytes; 0 without a draft head.
     """
 

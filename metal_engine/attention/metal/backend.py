@@ -67,7 +67,7 @@ class _Launch:
 class MetalStep:
     """Attention of one step.
 
-    Layers of a kind share tables and launch parameters. Only the call of the first of these layers is checked.
+    Layers of a kind share tables and launch parameters. Only the first call for a kind is checked.
     """
 
     rows: StepRows
