@@ -203,7 +203,7 @@ def _table_texts(encoded: str) -> list[str]:
 
 
 def _longest_form(text: str) -> int:
-    """Return the largest number of characters that Unicode normalization and lowercasing of a text can produce."""
+    """Return the largest number of characters of a text after Unicode normalization and lowercasing, in any order."""
     while (form := unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).lower())) != text:
         text = form
     return len(text)
