@@ -1,8 +1,9 @@
 // The staged way through paged_attention.metal on a GPU's matrix units (attention_products.metal). Stages and softmax
-// are those of attention_staged.metal, with two differences. A SIMD group has 16 rows and 32 of a stage's keys. SIMD
-// groups for which a stage has no keys only copy K and V. The lanes that hold an element of the scores differ between
-// GPUs. Scores, weights and results therefore pass through threadgroup memory of the SIMD group, from which a lane
-// reads the rows `lane_row` and `lane_row` + 8.
+// work as in attention_staged.metal, with two differences:
+//
+//   1. A SIMD group has 16 rows and 32 of a stage's keys. SIMD groups for which a stage has no keys only copy K and V.
+//   2. The lanes that hold an element of the scores differ between GPUs. Scores, weights and results therefore pass
+//      through threadgroup memory of the SIMD group, from which a lane reads the rows `lane_row` and `lane_row` + 8.
 //
 //     64 rows of 4 groups, 64 keys of 2 slots        16 rows: groups 2 to 7 only copy
 //

@@ -142,7 +142,7 @@ class ReplayableAttention(StepAttention, Protocol):
 
 @runtime_checkable
 class ReplayableBackend(Protocol):
-    """A backend whose attention can be part of a trace."""
+    """A backend whose attention can be part of a trace (:mod:`metal_engine.runner.replay`)."""
 
     def for_step(self, rows: StepRows) -> ReplayableAttention: ...
 

@@ -39,11 +39,11 @@ MaxOverRanks = Callable[[str, int], int]
 
 @dataclass(frozen=True)
 class ChosenAttention:
-    """The attention backend of a model, and the number of layers on each path.
+    """The attention backend of a model, and the number of layers that the kernel and MLX's operations compute.
 
     Attributes:
         backend: backend that computes all layers.
-        layers: numbers of layers on each path, for reports.
+        layers: numbers of layers by the code that computes them, for reports.
         metal: backend of the Metal kernel, or None if no layer uses the kernel.
         kinds: kinds of the model's layers, in order.
         not_covered: kinds of layers that MLX's operations compute -> reason.
@@ -190,7 +190,7 @@ class BackendChoice:
         from_rank_zero: FromRankZero = lambda what, own: own(),
         max_over_ranks: MaxOverRanks = lambda what, number: number,
     ) -> ChosenAttention:
-        """Return the attention backend with the fastest cut for each kind of layer. Return ``chosen`` without a tuner.
+        """Return the attention backend with the fastest cut for each kind of layer; without a tuner, ``chosen``.
 
         Args:
             chosen: result of :meth:`for_layers`.

@@ -84,7 +84,9 @@ def tried_size(size: SelectionSize) -> SelectionSize:
 
 
 def try_index(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKind], block_size: int) -> None:
-    """Select keys, and attend to them in each kind of layer that the index may belong to.
+    """Select keys and attend to them by kernels, and compare the results with MLX's operations.
+
+    Attention is tried for each kind of layer that the index may belong to.
 
     Args:
         metal: backend of the kernels.
@@ -118,7 +120,10 @@ def _compare(backend: MetalBackend, kind: AttentionKind, rows: StepRows, selecti
 
 
 def select_random(backend: MetalBackend, rows: StepRows, queries: IndexQueries, state: IndexState) -> KeySelection:
-    """Return the kernels' selection for a step in which a request has more keys than it selects."""
+    """Return the keys that the kernels select in a step.
+
+    At least one request of the step must have more keys than a row selects.
+    """
     plan = plan_selection(rows, queries.size.num_keys, queries.dims)
     assert plan is not None
     return backend.for_step(rows).select_keys(plan, queries, state, lambda positions: positions)

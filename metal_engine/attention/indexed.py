@@ -3,8 +3,8 @@
 MLX's operations select keys and attend to them on any device (:mod:`metal_engine.attention.portable.indexed`). On
 Metal, kernels do this (:mod:`metal_engine.attention.metal.indexed`).
 
-An index stores a key for each token. In a step, it scores every key j of a row's own request. Row r attends to the
-``top_k`` visible keys with the largest scores. DeepSeek's index has one score for all heads::
+An index stores a key for each token. In a step, the index scores, for each row r, every key j of the row's request. Row
+r attends to the ``top_k`` visible keys with the largest scores. DeepSeek's index has one score for all heads::
 
     score[r, j] = sum over heads h of weights[r, h] * max(0, queries[r, h] . index_keys[j])
 
@@ -138,12 +138,12 @@ class Tile:
 
     @cached_property
     def rows(self) -> mx.array:
-        """Packed rows, [T * R] int32."""
+        """``packed`` on the device, [T * R] int32."""
         return mx.array(self.packed.astype(np.int32))
 
     @cached_property
     def positions(self) -> mx.array:
-        """Positions, [T, R, 1] int32."""
+        """``own_positions`` on the device, [T, R, 1] int32."""
         return mx.array(self.own_positions[..., None].astype(np.int32))
 
     @cached_property

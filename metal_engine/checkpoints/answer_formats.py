@@ -162,7 +162,10 @@ def _reasoning(start: str, end: str, model_type: str) -> ReasoningMarks:
 
 
 def _budget_text(model_type: str) -> str:
-    """Return the text before the end of reasoning that has used up its budget, as the model's authors recommend it."""
+    """Return the text to write before the end of reasoning that has used up its budget.
+
+    The text is the recommendation of the model's authors; "" if there is none.
+    """
     found = (text for start, text in _BUDGET_TEXTS.items() if model_type.startswith(start))
     return next(found, "")
 
@@ -246,6 +249,6 @@ def _reasoning_marks(tokenizer: PreTrainedTokenizerFast, wanted: str) -> tuple[s
 
 
 def _any_special(tokenizer: PreTrainedTokenizerFast, marks: Iterable[str]) -> bool:
-    """Return True if text without special tokens would lose one of the marks."""
+    """Return True if a mark contains a special token, so that decoding without special tokens would damage the mark."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return any(text in mark for mark in marks for text in special)

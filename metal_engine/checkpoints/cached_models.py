@@ -44,6 +44,7 @@ def cached_models(download_dir: str | None) -> list[CachedModel]:
 
     Raises:
         ModelLoadError: the cache cannot be read.
+        FileNotFoundError: there is no folder for the demo model (:func:`demo_path`).
     """
     cache = _scan(download_dir)
     repos = [] if cache is None else [repo for repo in cache.repos if repo.repo_type == "model"]
@@ -66,7 +67,10 @@ def _scan(download_dir: str | None) -> HFCacheInfo | None:
 
 
 def _models(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> list[CachedModel]:
-    """Return the models in a revision: one model of safetensors, or one for each GGUF file."""
+    """Return the models in a revision: one model of safetensors, or one for each GGUF file.
+
+    Return an empty list if the revision has no weights and no download is unfinished.
+    """
     refs = sorted(revision.refs, key=lambda ref: (ref != "main", ref))
     name = (
         repo.repo_id
@@ -97,10 +101,10 @@ def _models(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> list[CachedMo
 
 
 def find_cached(name: str, download_dir: str | None) -> CachedModel | None:
-    """Return the model with a name, ignoring case; None if there is none.
+    """Return the model on this machine that is called ``name``, ignoring case; None if there is no such model.
 
-    A name without a quantization also finds the only GGUF file of a repository. Raises ModelLoadError if the cache
-    cannot be read.
+    A name without a quantization also finds the GGUF file of a repository, unless the repository has several. Raises as
+    :func:`cached_models`.
     """
     models = cached_models(download_dir)
     exact = [model for model in models if model.name.lower() == name.lower()]

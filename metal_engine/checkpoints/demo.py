@@ -110,7 +110,10 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Hold an exclusive lock. Yield False if the file system has no locks. The system frees a dead process's lock."""
+    """Hold an exclusive lock on a file. Yield True, or False if the file system has no locks.
+
+    The system frees a dead process's lock.
+    """
     alone = True
     with path.open("w") as file:
         try:

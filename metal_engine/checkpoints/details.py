@@ -42,9 +42,10 @@ class CheckpointDetails:
         name: name for the `serve` command.
         size: bytes on disk, or bytes to download.
         path: local path of the model; None for a model on the hub.
-        requirements: requirements of the checkpoint; None if its files cannot be read.
+        requirements: requirements of the checkpoint; None if its files cannot be read, and for a GGUF file on the hub.
         quantization: storage type of the weights in one word; "" if unknown.
-        problem: reason why the model cannot run here; None if its configuration and headers show no problem.
+        problem: reason why the model cannot run here; None if no problem is known. The header of a GGUF file on the
+            hub is not read.
         head_bytes: size of the draft head's weights in memory, in bytes; 0 without a draft head.
     """
 
@@ -99,7 +100,9 @@ def remote_details(args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
     """Return the details of a model on the hub, without downloading it.
 
     Raises:
-        ModelLoadError: the hub has no such model, or cannot be reached.
+        ModelLoadError: the hub cannot be reached or has no such model, or the model's files are invalid.
+        UnsupportedModelError: layers share the keys that an index selects.
+        ConfigError: the name and ``--revision`` give different revisions.
     """
     name = hub_name(args)
     try:

@@ -115,13 +115,13 @@ def fetch_model(name: HubName, download_dir: str | None, check_repo: Callable[[H
 def fetch_repo(
     name: HubName, download_dir: str | None, from_hub: Callable[[HubRepo], Path], from_cache: Callable[[], Path]
 ) -> Path:
-    """Return files of a repository: from the hub if it can be reached, or else from the cache.
+    """Return the result of ``from_hub`` if the hub can be reached, or else the result of ``from_cache``.
 
     Args:
         name: repository and revision.
         download_dir: folder of the cache; None for the hub's default.
-        from_hub: returns the files of a repository on the hub, and downloads what the cache lacks.
-        from_cache: returns the files in the cache.
+        from_hub: downloads the files of a repository that the cache lacks, and returns the path of the files.
+        from_cache: returns the path of the files in the cache.
 
     Raises:
         ModelLoadError: the files are not available. The message gives the reason and a remedy.
@@ -164,7 +164,7 @@ def _cached(name: HubName, download_dir: str | None, from_cache: Callable[[], Pa
         trouble: error of the request to the hub; None if requests are forbidden (:func:`is_offline`).
 
     Raises:
-        ModelLoadError: the cache lacks the files, or the hub has no such revision.
+        ModelLoadError: the cache lacks the files, or the hub has no revision of this name.
     """
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -207,10 +207,11 @@ def check_remote_model(repo: HubRepo, args: EngineArgs, device: DeviceInfo, chec
 
 
 def check_architecture(config: dict[str, Any], args: EngineArgs) -> None:
-    """Refuse a model whose architecture mlx-lm does not have.
+    """Refuse a model whose architecture mlx-lm does not support.
 
     Raises:
-        UnsupportedModelError: mlx-lm lacks the architecture or this variant, or needs a package that is not installed.
+        UnsupportedModelError: mlx-lm lacks the architecture or this variant, or needs a package that is not installed,
+            or layers share the keys that an index selects (:func:`check_indexes`).
         ModelLoadError: the checkpoint has its own code, and ``--trust-remote-code`` is not set.
     """
     model_file = config.get("model_file")

@@ -1,4 +1,4 @@
-"""Weights of embedding models, which often lack the LM head, and the prefix ``model.`` in the names of tensors.
+"""Weights of embedding models. They often lack the LM head, and their names often lack the prefix ``model.``.
 
 Qwen3-Embedding, for example, has ``layers.0...`` instead of mlx-lm's ``model.layers.0...``. The
 configuration of the 8B model declares an LM head that its files lack.

@@ -59,7 +59,7 @@ def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
 
 
 def bidirectional_layers(config: Mapping[str, Any]) -> BidirectionalLayers:
-    """Return the layers in which the tokens of an image attend to each other by the published definition.
+    """Return the layers in which an image's tokens attend to each other by the published definition; "" for no layer.
 
     Args:
         config: content of ``config.json``.

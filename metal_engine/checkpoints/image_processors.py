@@ -20,7 +20,7 @@ _TILES = ("do_image_splitting", "min_tiles", "max_tiles", "use_thumbnail")
 
 
 def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
-    """Return the processing of images for a checkpoint with an image encoder.
+    """Return the image processing settings of a checkpoint with an image encoder.
 
     Args:
         folder: directory of the checkpoint.
@@ -28,7 +28,8 @@ def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
             applied.
 
     Raises:
-        ModelLoadError: a file or a field is missing, or a setting of the image processor is not supported.
+        ModelLoadError: a file or the image token is missing, or a setting of the image processor is not supported.
+        KeyError, TypeError, ValueError: another field is missing or invalid.
     """
     config = read_json(folder / "config.json")
     family, vision = str(config.get("model_type")), config.get("vision_config") or {}

@@ -105,8 +105,9 @@ def load(
 
     Files may come from an untrusted source, so any exception of the libraries that read them becomes a one-line error.
 
-    On a CPU, all weights are converted to float32 and dequantized: half precision and quantized products run there at a
-    fraction of the speed. On Metal, weights keep their type unless ``--dtype`` is given.
+    On a CPU, all weights are dequantized, and converted to float32 unless ``--dtype`` is given: half precision and
+    quantized products run there at a fraction of the speed. On Metal, weights keep their type unless ``--dtype`` is
+    given.
 
     Args:
         args: settings of the engine.

@@ -48,7 +48,7 @@ _SIZES = ("hidden_size", "num_attention_heads", "head_dim", "vocab_size", "slidi
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 # Settings that may be a list with one value per layer.
 _MAYBE_LISTS = ("num_attention_heads",)
-# Numbers of keys that a row selects or sees, and of the keys of a block.
+# Settings with the number of keys or blocks that a query attends to, or with the number of keys of a block.
 _NUMBERS_OF_KEYS = ("index_topk", "index_topk_blocks", "index_block_size", "attention_chunk_size")
 _FILE_NAME = re.compile(r"[^/\\\0]{1,255}")
 
@@ -71,7 +71,7 @@ class StoredTensor:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read and check the ``config.json`` of a checkpoint.
+    """Read and check the ``config.json`` of a checkpoint. InternVL's ``llm_config`` also becomes ``text_config``.
 
     Raises:
         ModelLoadError: the folder is not a checkpoint, or the file is invalid.
@@ -101,7 +101,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _sizes(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the sizes in a configuration that are single numbers. Some models have one size per layer instead."""
+    """Yield the name and value of each size in a configuration, except valid lists with one size per layer."""
     for section in (config, config.get("text_config") or {}):
         for name in (*_LAYER_COUNTS, *_SIZES, *_CONTEXT):
             value = section.get(name)
@@ -155,10 +155,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def listed_files(index: Path) -> list[str]:
-    """Return the names of the files that an index lists, sorted.
+    """Return the names of the weight files that an index (``model.safetensors.index.json``) lists, sorted.
 
     Raises:
-        ModelLoadError: the index lists no files, or an entry is not the name of a file in its folder.
+        ModelLoadError: the index is invalid or has no ``weight_map``, or an entry is not a file name without a folder.
     """
     weight_map = read_json(index, MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -212,7 +212,7 @@ def parse_safetensors_header(header: bytes, path: str) -> list[StoredTensor]:
         path: name of the file in error messages.
 
     Raises:
-        ModelLoadError: the text is not a safetensors header.
+        ModelLoadError: the text is not a safetensors header, or it has too many tensors or an impossible shape.
     """
     try:
         entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}

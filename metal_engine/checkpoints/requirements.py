@@ -136,7 +136,10 @@ def requirements_by_size(
 def gguf_requirements(
     header: GgufHeader, config: dict[str, Any], args: EngineArgs, device: DeviceInfo
 ) -> CheckpointRequirements:
-    """Return the requirements of a GGUF file. A CPU dequantizes all of it, a GPU the types without MLX kernels."""
+    """Return the requirements of a GGUF file.
+
+    On a CPU, all weights are dequantized. On a GPU, only weights of types without MLX kernels are.
+    """
     dtype = _dtype(args, device, default_dtype(header))
     dequantize = device.kind == "cpu"
     sizes = [loaded_bytes(tensor, _DTYPE_BYTES[dtype], dequantize) for tensor in header.tensors.values()]

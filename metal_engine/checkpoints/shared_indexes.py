@@ -1,4 +1,7 @@
-"""Refuses models whose layers share the keys that an index selects, such as GLM-5.2. mlx-lm does not support them."""
+"""Refuses models whose layers share the keys that an index selects, such as GLM-5.2. mlx-lm does not support them.
+
+An index is the part of a layer that selects the keys to which the layer attends (:mod:`metal_engine.models.indexer`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _INDEX = re.compile(r"\blayers\.(\d+)\.self_attn\.indexer\.")
 def check_indexes(name: str, config: dict[str, Any], tensor_names: Iterable[str] = ()) -> None:
     """Refuse a model in which some layers have no index of their own and use the selection of an earlier layer.
 
-    mlx-lm creates an index in every layer. Without weights, its selections would be random.
+    mlx-lm creates an index in every layer. The selections of an index without weights would be random.
 
     Args:
         name: name of the model, for the message.

@@ -1,6 +1,7 @@
 """Checks the files of a tokenizer before a library reads them: a few bytes in them can demand any amount of memory.
 
-The library allocates tables up to the largest id, and applies the file's normalization rules to each text in sequence.
+The ``tokenizers`` library allocates tables up to the largest id, and applies the file's normalization rules to each
+text in sequence.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ _SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
 
 
 def check_tokenizer_file(path: Path) -> None:
-    """Refuse a ``tokenizer.json`` that needs much more memory than its own size.
+    """Refuse a ``tokenizer.json`` that needs much more memory than its own size, or that would cause a panic.
 
-    The library reports other errors in the file.
+    The ``tokenizers`` library reports other errors in the file.
 
     Raises:
-        ModelLoadError: the file needs too much memory. The message is one line.
+        ModelLoadError: the file cannot be opened, needs too much memory, is nested too deeply, or has a template for
+            which the library would panic. The message is one line.
     """
     check_readable(path, MAX_HEADER_BYTES)
     try:
@@ -61,7 +63,7 @@ def check_vocabulary_files(folder: Path) -> None:
     These are ``vocab.json``, ``added_tokens.json`` and the added tokens of ``tokenizer_config.json``.
 
     Raises:
-        ModelLoadError: an id is too large. The message is one line.
+        ModelLoadError: an id is too large, or a file cannot be opened or is too large. The message is one line.
     """
     for name in ("vocab.json", "added_tokens.json", "tokenizer_config.json"):
         path = folder / name
@@ -201,7 +203,7 @@ def _table_texts(encoded: str) -> list[str]:
 
 
 def _longest_form(text: str) -> int:
-    """Return the largest number of characters that Unicode normalization and lowercasing, in any order, produce."""
+    """Return the largest number of characters of a text after Unicode normalization and lowercasing, in any order."""
     while (form := unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).lower())) != text:
         text = form
     return len(text)

@@ -154,7 +154,10 @@ def _fit_for_code(folder: Path) -> Path:
 
 
 def _contents(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield everything in a folder and below it. Skips files that other processes remove meanwhile."""
+    """Yield the path and the status of everything in a folder and below it, without following links.
+
+    Skips files that other processes remove meanwhile.
+    """
     with os.scandir(folder) as entries:
         for entry in entries:
             try:

@@ -42,7 +42,7 @@ def _num_unfinished(path: Path) -> int:
 
 
 def refusal(limits: CommandBufferLimits) -> str | None:
-    """Return the reason against these limits. Return None if there is no reason, or no cache directory."""
+    """Return the reason not to use these limits; None if there is no such reason, or no cache directory."""
     with suppress(FileNotFoundError):  # no cache directory
         path = _path(limits)
         if _num_unfinished(path) >= MOST_UNFINISHED:

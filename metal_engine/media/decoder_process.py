@@ -5,10 +5,11 @@ own, a file delays no other request, and its memory is freed with the process. T
 :mod:`metal_engine.media.limits`. The kernel ends a process that exceeds the CPU time for an image. A thread checks the
 growth. A process ends when its socket is closed.
 
-A request for an image is two messages. The first is JSON: the ``detail``, the maximum number of tokens of an image that
-is decoded, and the remaining CPU time in seconds. The second is the file. The answer is JSON: the grid, the number of
-tokens, and the used CPU time. If the image is decoded, the answer also has the hash, the names, types and shapes of the
-encoder's inputs, and one message per array follows. For an unusable image, the answer has an error instead.
+For each image, the parent sends two messages. The first is JSON: the ``detail``, the maximum number of tokens of an
+image that is decoded, and the remaining CPU time in seconds. The second is the file. The answer is JSON: the grid, the
+number of tokens, and the used CPU time. If the image is decoded, the answer also has the hash, the names, types and
+shapes of the encoder's inputs, and one message per array follows. For an unusable image, the answer has an error
+instead.
 
 Run as a module: ``python -m metal_engine.media.decoder_process FD``. Loads no MLX.
 """
@@ -103,7 +104,7 @@ def _content_hash(grid: Grid, arrays: dict[str, np.ndarray]) -> str:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Limit the CPU time of the work on an image, and raise ValueError as :class:`_Refused`.
+    """Limit the CPU time of the work on an image, and convert ValueError to :class:`_Refused`.
 
     The kernel ends the process when the time is used up.
 
@@ -122,7 +123,10 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def main(control: socket.socket) -> None:
-    """Load the image processor whose configuration is received from ``control``, then fork for every request."""
+    """Receive a configuration from ``control``, load its image processor, and fork for each socket received afterwards.
+
+    Reports over ``control`` that the process is ready, or that the image processor cannot be used.
+    """
     from PIL import Image
 
     try:

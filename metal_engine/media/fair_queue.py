@@ -38,7 +38,7 @@ class FairQueue:
             time: result of the request's first call plus the seconds used since then; None in the first call.
 
         Returns:
-            Time of the request in seconds.
+            Accounted time of the request in seconds: ``time``, or a start value in the first call.
 
         Raises:
             Cancelled: the request was cancelled.

@@ -211,7 +211,7 @@ def _shut(sock: socket.socket) -> None:
 
 
 def _left(deadline: float) -> float:
-    """Return the seconds for the next operation. Raises TimeoutError if the download has taken too long."""
+    """Return the seconds until the deadline. Raises TimeoutError if the deadline has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError(f"takes more than {_SECONDS:g} s")

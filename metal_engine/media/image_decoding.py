@@ -75,6 +75,8 @@ def displayed_size(image: Image.Image) -> tuple[int, int]:
 def decoded(image: Image.Image) -> Image.Image:
     """Decode an opened image to RGB, as a viewer displays it on white.
 
+    An image with more than ``REDUCED_PIXELS`` pixels is reduced by a whole factor.
+
     Raises:
         ImageFileError: the file is truncated or broken.
     """

@@ -19,7 +19,8 @@ from metal_engine.media.store import ImageStore, LoadedImage, size_of
 from metal_engine.prompt_images import AxesPositions, PromptImage, PromptImages
 from metal_engine.settings.config import VisionConfig
 
-# Maximum time for downloading the images of a request, in seconds, except for the last download.
+# Time limit for the start of each download of a request's images, in seconds since the first. The last download may end
+# later.
 _DOWNLOAD_SECONDS = 30.0
 
 

@@ -15,7 +15,7 @@ _MOST_NEWLINES = 32
 
 
 class NewlineJoiner:
-    """Replaces newline tokens at the joints of a prompt's pieces.
+    """Replaces the newline tokens on both sides of a border between a prompt's pieces by one token.
 
     Args:
         encode: encodes a text within a prompt to token ids.

@@ -30,7 +30,7 @@ TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 0.25}
 
 
 class SelectionCheck:
-    """Selections of packed steps, and their comparison with mlx-lm's own selections.
+    """Keys that indexes select in packed steps, and their comparison with the keys that mlx-lm's own indexes select.
 
     Args:
         paged: model to check.
@@ -130,7 +130,7 @@ def _scores(projections: Projections, size: SelectionSize) -> tuple[np.ndarray, 
     magnitude, and a key has the largest visible score of its block.
 
     Returns:
-        Two arrays, [G, L, L] float32.
+        Two arrays, [G, L, L] float32. G is 1 with weights, or else the number of heads.
     """
     keys, queries, weights = projections
     products = queries[0].astype(mx.float32) @ keys[0].astype(mx.float32).T  # [H, L, L]

@@ -298,7 +298,7 @@ class PagedDraftHead:
     ) -> None:
         """Write the keys and values of some rows, with the arguments of :meth:`__call__`.
 
-        The rest of the head is not built. It would take most of the head's host time.
+        The rest of the head is not built, which saves most of the head's host time.
         """
         with suppress(_Written):
             self(token_ids, hidden, rows, _OnlyWrites(attention), images)

@@ -98,7 +98,7 @@ class PagedIndex(nn.Module):
 
 
 class IndexOwner:
-    """A cache of an index's keys that selects keys in a way of its own."""
+    """A cache of an index's keys that replaces mlx-lm's selection of keys by its own."""
 
     def select(self, index: PagedIndex, x: mx.array, qr: mx.array | None, mask: Any) -> mx.array | None:
         """Store the keys of rows, and select keys.
@@ -249,7 +249,9 @@ class IndexCache(IndexOwner):
     values = keys
 
     def select(self, index: PagedIndex, x: mx.array, qr: mx.array | None, mask: Any) -> None:
-        """Write this step's keys to their slots, and select keys for each row. ``x`` is [N, 1, hidden_size].
+        """Write this step's keys to their slots, and store a selection of keys for :meth:`take`.
+
+        ``x`` is [N, 1, hidden_size].
 
         Raises:
             RuntimeError: the step is traced. A trace cannot contain a selection, whose sizes depend on the requests.

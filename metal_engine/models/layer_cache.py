@@ -67,7 +67,7 @@ class AttentionOwner:
 
 
 class AttendingCache(AttentionOwner):
-    """A cache that computes its layer's attention even if the layer does not call mlx-lm's attention function."""
+    """A cache that also computes the attention of layers that do not call mlx-lm's attention function (Gemma 2)."""
 
     offset: Any
 

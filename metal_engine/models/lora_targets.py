@@ -60,7 +60,10 @@ def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = N
 
 @contextmanager
 def _record_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
-    """Collect the names of the modules that map a step's packed rows to one array within a ``with`` block."""
+    """Yield a set that collects the names of modules during a ``with`` block.
+
+    A name is added when its module maps all packed rows of a step to one array.
+    """
     called: set[str] = set()
     classes = {name: type(module) for name, module in modules.items()}
     for name, module in modules.items():

@@ -41,7 +41,7 @@ class PatchedModel:
 
     Attributes:
         caches: recorder of each cache of the model.
-        trace: calls of the modules that store recurrent state.
+        trace: recorded module calls of the second run; empty if no layer is recurrent.
         windows: sizes of the sliding windows in use, in tokens.
         outputs: logits of each run, [2, 1, vocab_size] each, not computed yet.
         trunk: module whose output is the LM head's input.
@@ -125,7 +125,7 @@ def hidden_states_problem(model: nn.Module, patched: PatchedModel) -> str | None
 
 
 def recorded(model: nn.Module) -> list[Recorder]:
-    """Run the model once, and return the recorder of each of its caches. The model stays patched.
+    """Run the model over recording caches, and return the recorder of each cache. The model stays patched.
 
     Graphs are built and nothing is evaluated, so weights that have not been read stay on disk.
 

@@ -1,6 +1,6 @@
 """Runs a model over mlx-lm's own caches, one request after another, if a packed step does not support its caches.
 
-The scheduler, the sampling and the memory budget are those of packed models. Blocks count the memory of tokens, and a
+The scheduler, the sampling and the memory budget work as for packed models. Blocks count the memory of tokens, and a
 state slot holds a request's caches. A step's forward passes run one request each, so such a model gains nothing from
 other requests in the step.
 """

@@ -8,7 +8,8 @@ then [N, 1, ...], and layers that do not mix tokens work unchanged. Three operat
 - Attention: ``mlx_lm_patch`` replaces mlx-lm's ``scaled_dot_product_attention``. The replacement requests attention
   from one of our caches (``layer_cache``), and calls the original function for any other cache.
 
-Recurrent layers also mix tokens. ``recurrent`` passes them their rows by segments.
+Recurrent layers also mix tokens. ``recurrent`` passes them segments, which are the rows of one request each
+(:mod:`metal_engine.kv_cache.segments`).
 
 The layer caches share one :class:`CurrentStep`, which is set during a forward pass. There is no global state.
 """

@@ -28,9 +28,9 @@ MODEL, MEMORY, SCHEDULING, KV_TRANSFER = "Model", "Memory", "Scheduling", "KV tr
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs(LoRAArgs, rank_args.RankArgs):
-    """Settings of the engine as the user gave them. A field's help text has the meaning of ``None``.
+    """Settings of the engine as the user gave them. A field's help text explains ``None``.
 
-    Field names are the command-line flags with underscores. A field that vLLM also has has the same meaning there.
+    Field names are the command-line flags with underscores. Fields that vLLM also has mean the same there.
     """
 
     model: str

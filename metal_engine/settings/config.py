@@ -103,6 +103,7 @@ class ModelInfo:
 
     Attributes:
         vocab_size: number of rows of the LM head.
+        num_layers: number of layers with a state, such as K and V.
         kv_bytes_per_token: size of K and V of a token over all layers, in bytes.
         kv_dtype: type in which K and V are stored, such as ``bfloat16`` or ``int8``.
         unquantized_kv_bytes_per_token: size of K and V without quantization, in bytes; None if they are not quantized.

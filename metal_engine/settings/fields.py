@@ -85,7 +85,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The command-line flag. A setting without a flag had this flag in an earlier version."""
+        """The command-line flag, also for a setting whose flag was removed (:attr:`has_flag` is False)."""
         return flag(self.name)
 
     @property
@@ -147,7 +147,7 @@ def _setting(field: dataclasses.Field[Any]) -> Setting:
 
 
 def make_args(cls: type, values: Mapping[str, Any]) -> Any:
-    """Create a dataclass ``cls`` from the ``values`` of its own fields."""
+    """Create an instance of the dataclass ``cls``. Ignores ``values`` whose names are not fields of ``cls``."""
     names = {field.name for field in dataclasses.fields(cls)}
     return cls(**{name: value for name, value in values.items() if name in names})
 

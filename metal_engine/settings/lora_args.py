@@ -91,7 +91,10 @@ class LoRAArgs(SettingsBase):
         return self.enable_lora or bool(self.lora_modules)
 
     def num_slots(self) -> int:
-        """Return the maximum number of loaded adapters; 0 if the model is loaded without support for adapters."""
+        """Return the maximum number of loaded adapters: ``max_loras``, or else its default.
+
+        The default is 0 if the model is loaded without support for adapters.
+        """
         return self.max_loras or max(len(self.lora_modules), _MAX_LORAS if self.enable_lora else 0)
 
     def largest_rank(self, ranks: list[int]) -> int:

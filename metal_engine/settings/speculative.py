@@ -93,7 +93,9 @@ def check_draft_model(draft: ModelInfo) -> None:
 
 
 def check_draft_vocabulary(draft_name: str, draft: Mapping[str, int], name: str, vocabulary: Mapping[str, int]) -> None:
-    """Raise ConfigError if some token ids have another meaning in the draft model. Ids of only one model are ignored.
+    """Raise ConfigError if some token ids have another meaning in the draft model.
+
+    Ids that only one of the two models has are ignored.
 
     Args:
         draft: map from each token of the draft model to its id.

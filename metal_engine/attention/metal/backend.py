@@ -65,7 +65,10 @@ class _Launch:
 
 @dataclass
 class MetalStep:
-    """Attention of one step. Layers of a kind share tables and launch parameters, and only the first one is checked."""
+    """Attention of one step.
+
+    Layers of a kind share tables and launch parameters. Only the first call for a kind is checked.
+    """
 
     rows: StepRows
     backend: MetalBackend

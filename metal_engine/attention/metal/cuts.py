@@ -12,7 +12,7 @@ THREADGROUPS_PER_CORE = 8
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of the kernel's work for one kind of layer. Layers without tuning have the defaults.
+    """A division of the kernel's work for one kind of layer. Layers without tuning have the defaults.
 
     All steps of a kind of layer have one cut, because cuts round differently. ``variants`` defines the terms.
 

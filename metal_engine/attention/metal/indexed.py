@@ -84,7 +84,7 @@ class TileTables:
 
     @property
     def num_rows(self) -> int:
-        """T * R."""
+        """Number of rows of the tile, T * R."""
         return len(self.tile.packed)
 
 

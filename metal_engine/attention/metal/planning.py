@@ -117,9 +117,11 @@ def plan_work_items(
 def _cut_tiles(
     step: StepRows, group: int, tile_rows: int, window: int | None, chunk: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return an item for each unsplit tile in row order, [T, ITEM_FIELDS] int32, and each request's first tile, [B].
+    """Return the item of each tile before splitting, in row order, and the index of each request's first item.
 
-    The items have IMAGE_ITEM_FIELDS fields if rows of images attend to later rows.
+    Returns:
+        Items, [T, ITEM_FIELDS] int32, or [T, IMAGE_ITEM_FIELDS] if rows of images attend to later rows; and indices,
+        [B].
     """
     spans = step.spans_of_layer(window)
     if chunk is not None and spans is not None:

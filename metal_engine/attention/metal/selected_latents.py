@@ -25,7 +25,7 @@ RANGE_KEYS = SLOTS * 4 * 8  # latents that a threadgroup holds in registers
 
 
 def reads_latents_once(kind: LayerKind) -> bool:
-    """Return True if this kernel computes a kind of layer.
+    """Return True if the kernel ``selected_latents`` computes a kind of layer.
 
     ``paged_attention_selected`` computes all other kinds:
 
@@ -72,7 +72,7 @@ def plan_ranges(lengths: np.ndarray, num_heads: int) -> Ranges:
 
 
 class SelectedLatents:
-    """Launches the kernel. MLX compiles each variant at its first use."""
+    """Launches the kernel ``selected_latents``. MLX compiles each variant at its first use."""
 
     def __init__(self, kernel_factory: KernelFactory) -> None:
         self._kernel = kernel_factory(

@@ -32,7 +32,10 @@ _WorkKey = tuple[int | None, Dims, int | None]  # window, dimensions, and chunk 
 
 @dataclass
 class PortableStep:
-    """Index arrays and masks of one step. Holds no layer's K or V, so that writes to K and V stay in place."""
+    """Attention of one step, with its index arrays and masks.
+
+    Holds no layer's K or V, so that writes to K and V stay in place.
+    """
 
     rows: StepRows
     limits: Limits

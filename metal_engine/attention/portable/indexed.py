@@ -98,7 +98,11 @@ def largest_of_blocks(scores: mx.array, block_size: int) -> mx.array:
 
 
 def keys_of_blocks(blocks: mx.array, positions: mx.array, block_size: int) -> mx.array:
-    """Return the positions of the keys in selected blocks, [..., K] -> [..., K * block_size]; -1 for unseen keys."""
+    """Return the positions of the keys in selected blocks, [..., K] -> [..., K * block_size].
+
+    The result has -1 for keys after their row, and for the keys of a block -1. ``positions`` are the rows' positions,
+    [..., 1].
+    """
     keys = blocks[..., None] * block_size + mx.arange(block_size)
     keys = mx.where(blocks[..., None] >= 0, keys, NOT_SEEN).flatten(-2)
     return mx.where(keys <= positions, keys, NOT_SEEN)

@@ -50,7 +50,7 @@ class Queries:
     rows: mx.array | None = None  # [T * R]
 
     def of(self, packed: mx.array, num_kv_heads: int) -> mx.array:
-        """Select packed rows [N, Hq, D] -> [T, Hkv, R * G, D]: a group's query heads become rows that share K and V."""
+        """Select packed rows, [N, Hq, D] -> [T, Hkv, R * G, D]. The G query heads of a KV head become G rows."""
         t, r = self.num_requests, self.num_rows
         picked = packed[self.start : self.start + t * r] if self.rows is None else packed[self.rows]
         split = picked.reshape(t, r, num_kv_heads, -1, packed.shape[-1])  # [T, R, Hkv, G, D]

@@ -223,8 +223,8 @@ def embedding_table(model: nn.Module) -> nn.Module:
 def _weights_of_last_norm(model: nn.Module) -> dict[str, mx.array]:
     """Return the weights ``norm.weight`` and ``hidden_scale`` of a head that uses the model's last norm.
 
-    Such a head reads the hidden states before that norm. They equal the hidden states after the norm, divided by the
-    norm's weight, except for their length. The head's own norm changes the length anyway.
+    Such a head reads the hidden states before the model's last norm. Up to a factor per token, they equal the hidden
+    states after the norm divided by the norm's weight. The head's own norm removes any factor per token.
 
     Raises:
         UnsupportedModelError: the model's last norm was not found.
@@ -240,9 +240,9 @@ def _weights_of_last_norm(model: nn.Module) -> dict[str, mx.array]:
 
 
 def _similar_layer(block: dict[str, mx.array], model: nn.Module) -> int:
-    """Return the index of the last layer whose weights have a block's names.
+    """Return the index of the model's last layer whose weights have the same names as the block's weights.
 
-    If no layer has these names, return the index of the last layer with attention.
+    If there is no such layer, return the index of the last layer with attention.
     """
     tried: set[frozenset[str]] = set()
     for index in reversed(range(len(model.layers))):

@@ -32,7 +32,10 @@ _GEMMA = {**_DENSE, **_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 
 
 def _experts(router: str, experts: str) -> dict[str, str]:
-    """Return tensor name -> module, for the tensors of experts. One tensor holds all experts of a layer."""
+    """Map the tensors of a layer's router and experts to the modules ``router`` and ``experts``.
+
+    One tensor holds all experts of a layer.
+    """
     stacked = {f"ffn_{part}_exps": f"{experts}.{part}_proj" for part in ("gate", "up", "down")}
     return {"ffn_gate_inp": router, **stacked}
 
@@ -159,7 +162,7 @@ def _phi3(header: GgufHeader) -> Config:
 
 
 def _routing(header: GgufHeader, experts: str) -> Config:
-    """Return the number of experts, under the name ``experts``, and the number of experts per token.
+    """Return the settings for the number of experts, with the key ``experts``, and the number of experts per token.
 
     Raises:
         UnsupportedModelError: the numbers do not fit each other.

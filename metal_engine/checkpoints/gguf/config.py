@@ -27,7 +27,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
     Raises:
         UnsupportedModelError: the architecture, or a variant of it, is not supported.
-        ModelLoadError: a value is missing.
+        ModelLoadError: a value or a tensor is missing, or the file has fewer tensors than layers.
     """
     architecture = find_architecture(header)
     if header.metadata.get("split.count", 1) > 1:
@@ -108,7 +108,10 @@ def _check_sizes(header: GgufHeader, architecture: Architecture) -> tuple[int, i
 
 
 def _rope_scaling(header: GgufHeader, architecture: Architecture) -> dict[str, Any] | None:
-    """Return ``rope_scaling`` for mlx-lm. Factors per frequency (Llama 3) are in a tensor, see ``model.py``."""
+    """Return ``rope_scaling`` for mlx-lm; None without scaling.
+
+    Factors per frequency (Llama 3) are in a tensor, which ``model.py`` reads.
+    """
     prefix = f"{header.architecture}.rope.scaling."
     values = {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
     kind = values.get("type", "none")
@@ -139,7 +142,10 @@ def _rope_scaling(header: GgufHeader, architecture: Architecture) -> dict[str, A
 
 
 def _longrope(header: GgufHeader, values: dict[str, Any]) -> dict[str, Any] | None:
-    """Return Phi-3's scaling: factors per frequency, from tensors. mlx-lm uses the long factors at every length."""
+    """Return Phi-3's scaling, with factors per frequency from tensors; None if the file has no such tensors.
+
+    mlx-lm uses the long factors at every length.
+    """
     names = [name for name in LONGROPE_FACTORS.values() if name in header.tensors]
     if not names:
         return None

@@ -5,7 +5,7 @@ string of the vocabulary, which takes 2 s for 49k tokens and 6 s for 150k. This 
 against the file, and is tested against ``gguf``'s reader. Enumerations and block sizes come from ``gguf``.
 
 The file may come from an untrusted source. Counts, lengths and sizes are checked before they determine loops or
-allocations. Parsing a file of zeros that claims a header of terabytes ends at its second entry.
+allocations. A header of zeros is refused at its second entry, whose key is the same as the first entry's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GgufTensor:
         type: ggml's storage type.
         shape: sizes, outermost first as in NumPy. The file lists them innermost first.
         offset: position of the first byte in the file.
-        nbytes: size in the file.
+        nbytes: size in the file, in bytes.
     """
 
     name: str

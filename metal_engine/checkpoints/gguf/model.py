@@ -115,7 +115,7 @@ def _parameters(
 
 
 def _rope_tensors(architecture: Architecture) -> tuple[str, ...]:
-    """Return the tensors that are not parameters, but change the architecture's RoPE."""
+    """Return the names of the tensors that are not parameters, but change the architecture's RoPE."""
     if "longrope" in architecture.rope_scaling:
         return tuple(LONGROPE_FACTORS.values())
     return (ROPE_FREQS,) if architecture.model_type == "llama" else ()

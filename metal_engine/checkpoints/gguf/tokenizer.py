@@ -52,13 +52,20 @@ _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
 def _pattern(digits: str) -> Callable[[], list[Any]]:
-    """Return the pre-tokenizer of GPT-4 and its descendants, which differ in the number of digits per piece."""
+    """Return a function that creates the pre-tokenizers of GPT-4 and its descendants.
+
+    The descendants differ in ``digits``, the regular expression for a piece of digits.
+    """
     words = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
     return _split(rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 def _cased_pattern(digits: str, endings: str) -> Callable[[], list[Any]]:
-    """Return GPT-4o's pre-tokenizer: a capital inside a word starts a new piece, and marks stay with their letters."""
+    """Return a function that creates GPT-4o's pre-tokenizers.
+
+    A capital inside a word starts a new piece, and marks stay with their letters. ``digits`` and ``endings`` are
+    regular expressions for a piece of digits and for the end of a word, such as "'s".
+    """
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     start = r"[^\r\n\p{L}\p{N}]?"
     words = f"{start}{upper}*{lower}+{endings}|{start}{upper}+{lower}*{endings}"

@@ -163,13 +163,13 @@ def _fetch(repo: HubRepo, name: str, sha256: str, blobs: Path, report: Report, s
 def _fetch_rest(repo: HubRepo, name: str, part: Path, report: Report, stop: threading.Event) -> None:
     """Append the missing bytes to ``part``. Returns early if ``stop`` is set.
 
-    Reconnects after an error of the HTTP client, and after an incomplete response.
+    Reconnects after an error of the HTTP client, and after an incomplete response. Gives up after ``_MAX_ATTEMPTS``
+    attempts in succession that received no byte.
 
     Raises:
-        ModelLoadError: the last of several attempts in succession (``_MAX_ATTEMPTS``) has received no byte, without an
-            error.
-        Exception: an error of the file system or an HTTP error status at once, or the HTTP client's error in the last
-            of these attempts.
+        ModelLoadError: the last attempt received no byte, without an error.
+        Exception: the HTTP client's error in the last attempt. An error of the file system or an HTTP error status is
+            raised at once, without further attempts.
     """
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -88,7 +88,9 @@ def check_has_model(repo: HubRepo) -> None:
 
 
 def read_remote_config(repo: HubRepo) -> dict[str, Any]:
-    """Read and check the ``config.json`` of a repository. If there is an index, check that its files exist.
+    """Read and check the ``config.json`` of a repository.
+
+    If there is an index of the weight files, check that the repository has all files in the index.
 
     Raises:
         ModelLoadError: a file is invalid, or files that the index lists are missing.

@@ -157,7 +157,7 @@ def read_range(repo: HubRepo, name: str, first: int, end: int) -> bytes:
     Only these bytes are transferred if the server supports ranges. Otherwise, the transfer starts at byte 0.
 
     Raises:
-        Exception: see :func:`find_repo`.
+        Exception: any error of the hub's client. :func:`hub_problem` describes it.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status

@@ -50,6 +50,7 @@ class BlasInfo:
     Attributes:
         path: path of the library; empty if MLX uses the BLAS that it is linked to.
         threads: number of threads; None if the library does not report it.
+        optimized: True if the library is known to be fast.
         problem: reason why no optimized BLAS is in use; empty if ``optimized``.
     """
 

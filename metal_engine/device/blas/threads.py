@@ -51,7 +51,7 @@ class BlasThreads:
         most: number of threads if no other program runs.
         set_threads: function that sets the number of threads for later products.
         busy: function that returns the busy seconds of all usable cores, as :func:`busy_seconds`.
-        own: function that returns the CPU time of this process, and of its server, in seconds.
+        own: function that returns the CPU time of this process and its server together, in seconds.
         clock: function that returns the time in seconds.
 
     Attributes:
@@ -89,8 +89,11 @@ class BlasThreads:
 def blas_threads(server_pid: int | None = None) -> BlasThreads | None:
     """Return an object that adapts the threads of the BLAS in use, or None if their number must not change.
 
-    None on systems other than Linux, unless the BLAS is OpenBLAS with at least two threads, and if an environment
-    variable sets the number of threads.
+    Returns None in these cases:
+
+    - The system is not Linux.
+    - An environment variable sets the number of threads.
+    - The BLAS is not OpenBLAS, or has only one thread.
 
     Args:
         server_pid: id of the server's process; None if the engine runs in that process. The server's CPU time counts as

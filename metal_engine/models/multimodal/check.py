@@ -183,7 +183,7 @@ def _largest_gap(paged: PagedModel, encoder: MlxVlmEncoder, prompt: _Prompt) -> 
 
 
 def _run_chunk(paged: PagedModel, prompt: _Prompt, features: ImageFeatures, start: int, stop: int) -> mx.array:
-    """Run the tokens from ``start`` up to ``stop``. Return the logits of the last one, [vocab_size]."""
+    """Run the tokens from ``start`` up to ``stop``. Return the logits of the last token, [vocab_size]."""
     block_table = np.arange(-(-len(prompt.token_ids) // _BLOCK_SIZE), dtype=np.int32)[None]
     slots = np.array([1 if start else ZERO_STATE_SLOT], np.int32), np.ones(1, np.int32)
     rows = step_rows(

@@ -11,8 +11,9 @@ import numpy as np
 
 from metal_engine.models.multimodal.encoder import Axes, SampleImage
 
-# Makes an image of about (rows, columns) features, from the configuration of mlx-vlm's model.
+# Makes an image of about rows * columns features, from the configuration of mlx-vlm's model, the rows and the columns.
 MakeSample = Callable[[Any, int, int], SampleImage]
+# Computes features from mlx-vlm's model, pixels and the other inputs by name.
 ComputeFeatures = Callable[[Any, mx.array, Mapping[str, mx.array]], mx.array]
 
 
@@ -24,8 +25,8 @@ class EncoderFamily:
         sample: makes a random image.
         sections: default number of rotary frequencies of each axis (M-RoPE); None if positions have one axis.
         interleaved: True if the axes alternate.
-        features: computes features from mlx-vlm's model, pixels and other inputs, [1, F, hidden_size], and evaluates
-            nothing. None to use mlx-vlm's method, which merges features into embeddings.
+        features: computes the features of an image, [1, F, hidden_size], and evaluates nothing. None to use mlx-vlm's
+            method, which merges features into embeddings.
     """
 
     sample: MakeSample

@@ -1,6 +1,6 @@
 """Attention that convolves keys and values with those of the token before (Baichuan M1).
 
-The state of such a layer is a key and a value: those of a request's last token, before the convolution.
+The state of such a layer is the key and the value of a request's last token, before the convolution.
 """
 
 from __future__ import annotations

@@ -88,10 +88,10 @@ def _run_in_groups(module: nn.Module, entries: dict[int, set[int]]) -> None:
 
 
 def _of_group(argument: Any, group: SegmentGroup, num_rows: int, cache: StateCache, view: GroupStates) -> Any:
-    """Convert an argument of the module for a group: packed rows, [N, 1, ...], become [b, s, ...].
+    """Convert an argument of the module for a group of b segments with s rows each.
 
-    The cache becomes ``view``. Offsets of the rows, [N], become the offset of the first row of each segment. Other
-    arguments are returned unchanged.
+    Packed rows, [N, 1, ...], become [b, s, ...]. The cache becomes ``view``. Offsets of the rows, [N], become the
+    offset of the first row of each segment. Other arguments are returned unchanged.
     """
     if argument is cache:
         return view

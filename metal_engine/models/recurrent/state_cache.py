@@ -114,7 +114,7 @@ class StateCache:
     # --- states, by segments ---
 
     def take(self, name: str) -> list[mx.array | None]:
-        """Return the initial states of each group of the step, [b, ...]; None for a group that starts requests.
+        """Return the initial states of each group's segments, [b, ...]; None for a group that starts requests.
 
         Call one of :meth:`take` and :meth:`take_all` once per step and array, and store all new states afterwards.
         """
@@ -142,7 +142,7 @@ class StateCache:
         self._put(name, self.segments.writes, values)
 
     def rows_before(self, name: str, rows: mx.array) -> mx.array:
-        """Return, for each packed row, the row before it in its request. Each segment's last row is its new state.
+        """Return, for each packed row, the row before it in its request. Store each segment's last row as its state.
 
         Args:
             name: name of the array with the last row of each request.
@@ -164,7 +164,7 @@ class StateCache:
         return self._state.spec.request_arrays[name].dtype
 
     def convolve(self, name: str, conv: nn.Conv1d, call: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
-        """Run a causal depthwise convolution over packed rows.
+        """Run a causal depthwise convolution over packed rows. Store each segment's last inputs as its new state.
 
         Args:
             name: name of the array with the inputs that a segment keeps, [K-1, C].
@@ -194,7 +194,11 @@ class StateCache:
 
 
 class GroupStates(ArraysCache):
-    """mlx-lm's cache of arrays, for a call of a whole module over one group. ``states`` are the initial states.
+    """mlx-lm's cache of arrays, for a call of a whole module over one group.
+
+    Args:
+        states: initial state of each array. None for an array that the module does not write, and if the group's
+            segments start requests.
 
     Attributes:
         written: index -> array that the module has stored.
@@ -211,7 +215,10 @@ class GroupStates(ArraysCache):
 
 
 def packed_convolution(conv: nn.Conv1d, cache: StateCache, name: str) -> None:
-    """Make a convolution that stores an array of a cache run over all segments of a step at once."""
+    """Change a convolution, so that one call processes all segments of a step.
+
+    The array ``name`` of ``cache`` stores the convolution's last inputs. mlx-lm's own forward pass is not changed.
+    """
     cls = type(conv)
     original: Callable[[nn.Conv1d, mx.array], mx.array] = cls.__call__
 
