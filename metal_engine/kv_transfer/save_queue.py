@@ -159,7 +159,7 @@ class SaveQueue:
 def lower_thread_priority() -> None:
     """Lower the priority of the calling thread below the priority of computing threads.
 
-    Only Linux has a niceness for each thread.
+    Does nothing on systems other than Linux, where threads have no niceness of their own. Ignores errors.
     """
     if sys.platform != "linux":
         return

@@ -98,7 +98,10 @@ class StoreFolder:
             _make_private(self.root, folder)
 
     def check(self) -> None:
-        """Raise NotAStoreError if the path cannot become a store: not a directory, or with other files in it."""
+        """Raise NotAStoreError if the path cannot become a store: not a directory, or with other files in it.
+
+        Raises OSError if the directory cannot be read.
+        """
         if not self.root.exists() or self.is_marked:
             return
         if not self.root.is_dir():
