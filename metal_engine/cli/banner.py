@@ -89,7 +89,7 @@ def startup_rows(config: EngineConfig, url: str, names: tuple[str, ...]) -> dict
 
 
 def registry_rows(registry: ModelRegistry, url: str) -> dict[str, str]:
-    """Return the texts to show for several models, by label."""
+    """Return the banner's rows for a server with several models, by label."""
     loaded = [_loaded(one, one.loaded_engine) for one in registry.entries if one.loaded_engine is not None]
     others = [one.name for one in registry.entries if one.loaded_engine is None]
     rows = {
