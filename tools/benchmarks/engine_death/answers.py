@@ -47,7 +47,11 @@ def is_end(event: Any) -> bool:
 
 
 def merged(events: Iterable[Any]) -> Parts:
-    """Return the texts, numbers and lists of an answer by their places in its JSON."""
+    """Return the values of an answer by their places in the JSON of its events, such as ``.choices[0].delta.content``.
+
+    Texts of several events at the same place are joined. Of other values, the last one counts. If a list on the way to
+    the place has elements without an index, all values are kept as a list.
+    """
     leaves: dict[str, list[Any]] = {}
 
     def add(value: Any, place: str) -> None:
