@@ -137,7 +137,7 @@ def _sampling(model: ModelInfo) -> str:
 
 
 def _images(config: EngineConfig) -> str:
-    """Describe the limits of an image's tokens. Empty if the model takes no images."""
+    """Describe how many tokens an image takes. Empty if the model takes no images."""
     if (vision := config.vision) is None:
         return ""
     whole = "; one step computes a whole image" if vision.bidirectional_layers else ""

@@ -53,7 +53,7 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
 
 
 def step_figures(times: dict[str, float | str]) -> Iterator[Item]:
-    """Yield a relative time for each way to run a step.
+    """Yield the time of a step for each way to run it, relative to the simpler way that ``_BEFORE`` names, if any.
 
     Args:
         times: seconds of a step for each way. A text is the reason why a way was not run.

@@ -201,6 +201,10 @@ class StoreFolder:
         """Yield the files that the store made, and close its folders to other users.
 
         Files that disappear during the scan are skipped.
+
+        Raises:
+            NotAStoreError: the directory is not a store any more.
+            OSError: a folder cannot be read.
         """
         with self.opened() as root:
             yield from _own_files(root, (), (_FINGERPRINT, _DIGITS))
