@@ -49,8 +49,8 @@ def is_end(event: Any) -> bool:
 def merged(events: Iterable[Any]) -> Parts:
     """Return the values of an answer by their places in the JSON of its events, such as ``.choices[0].delta.content``.
 
-    Texts of several events at the same place are joined. For other values, the last one is kept. If a list on the way
-    to the place has elements without an index, all values are kept as a list.
+    Texts of several events at the same place are joined. A later value of another type replaces an earlier one. If a
+    list on the way to the place has elements without an index, all values are kept as a list.
     """
     leaves: dict[str, list[Any]] = {}
 
