@@ -70,6 +70,7 @@ def _normalized(name: str) -> str:
 
 def formula(own: Wheel, version: str, homepage: str, others: Iterable[Wheel]) -> str:
     """Return the text of the Homebrew formula.
+
     Args:
         own: metal-engine's wheel.
         others: wheels of its dependencies.

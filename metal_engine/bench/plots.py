@@ -23,7 +23,10 @@ def check_plots(path: str) -> None:
 
 
 def plot_run(records: Sequence[RequestRecord], path: Path) -> None:
-    """Draw three panels: distributions of TTFT and ITL, a timeline of requests, and events with text per second."""
+    """Write a plot of the successful requests to ``path``.
+
+    Its three panels are distributions of TTFT and ITL, a timeline of requests, and events with text per second.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

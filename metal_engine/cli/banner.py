@@ -89,7 +89,7 @@ def startup_rows(config: EngineConfig, url: str, names: tuple[str, ...]) -> dict
 
 
 def registry_rows(registry: ModelRegistry, url: str) -> dict[str, str]:
-    """Return the texts to show for several models, by label."""
+    """Return the banner's rows for a server with several models, by label."""
     loaded = [_loaded(one, one.loaded_engine) for one in registry.entries if one.loaded_engine is not None]
     others = [one.name for one in registry.entries if one.loaded_engine is None]
     rows = {
@@ -137,7 +137,7 @@ def _sampling(model: ModelInfo) -> str:
 
 
 def _images(config: EngineConfig) -> str:
-    """Describe the limits of an image's tokens. Empty if the model takes no images."""
+    """Describe how many tokens an image takes. Empty if the model takes no images."""
     if (vision := config.vision) is None:
         return ""
     whole = "; one step computes a whole image" if vision.bidirectional_layers else ""

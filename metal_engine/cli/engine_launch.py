@@ -33,7 +33,11 @@ def launch_engine(args: EngineArgs, server_args: ServerArgs) -> EngineSupervisor
 
 
 def spawner_of(models: Iterable[EngineArgs], server_args: ServerArgs, *, is_shared: bool = False) -> Spawner:
-    """Return the spawner of the processes of these models' engines."""
+    """Return the spawner of the engine processes of these models.
+
+    Args:
+        is_shared: True if engines of several models use the spawner, which then ends with the server.
+    """
     start = Start([msgspec.to_builtins(args) for args in models], server_args.log_level, server_args.log_format)
     return Spawner(MODULE, start, is_shared=is_shared)
 

@@ -135,9 +135,10 @@ def _cards(url: str, api_key: str, start: str, flag: str | None) -> list[dict[st
 
 
 def response_problem(error: Exception, url: str, api_key: str, flag: str | None, advice: str = "") -> ConfigError:
-    """Return the error message for a failed request to a server.
+    """Return the ConfigError to raise for a failed request to a server.
 
     Args:
+        error: exception that the request has raised.
         api_key: key that was sent; empty if the user gave no key.
         flag: flag with which the user gave the URL; None if there is none.
         advice: end of the message if no server responds.

@@ -18,7 +18,7 @@ class RunningServer:
     Attributes:
         url: URL without ``/v1``.
         api_key: key that clients send. Any text for a server without keys.
-        model: name of the model in responses.
+        model: name of the model in requests.
         max_model_len: maximum number of tokens in a request, prompt and output.
     """
 

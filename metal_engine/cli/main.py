@@ -126,7 +126,8 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
 def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
     """Return the engine of a server with one model, in a thread or in a process of its own.
 
-    A launcher starts each rank only once, so rank 0 then cannot be replaced by a new process.
+    Under a launcher, the engine runs in a thread. A launcher starts each rank only once, so this server could not
+    replace rank 0's process.
     """
     is_launched = args.num_ranks > 1 and launched_rank() is not None
     if server_args.engine_process and not is_launched:

@@ -49,7 +49,7 @@ class FrameKind(IntEnum):
     BEAT = 0  # heartbeat, with the progress of its sender
     PLAN = 1  # start a step
     FINISH = 2  # finish the oldest step in flight
-    DROP = 3  # drop the requests of a plan that was refused
+    DROP = 3  # drop requests, after rank 0 has refused a plan
     FIGURES = 4  # values of one rank, or of all ranks (`RankGroup.exchange`)
     LOST = 5  # a rank was lost or has failed; all ranks end
     QUIT = 6  # rank 0 ends normally
@@ -62,11 +62,13 @@ class Link:
         connection: connected socket.
         name: name of the other rank in messages.
         timeout: seconds of silence after which the other rank counts as lost.
-        on_lost: callback for the loss of the other rank, called with the reason in another thread.
+        on_lost: callback for the loss of a rank, called with the reason. It runs in the thread that has found the loss:
+            a thread of this link, or the caller of :meth:`send`.
 
     Attributes:
-        progress: number of step parts that this rank has done, sent in its heartbeats. All ranks do the same parts.
-        their_progress: number of step parts in the other rank's last heartbeat.
+        progress: number of steps that this rank has started, plus the number that it has finished. Heartbeats contain
+            it. Rank 0 counts in :class:`metal_engine.distributed.rank_failure.StepTimeout` instead.
+        their_progress: ``progress`` in the other rank's last heartbeat.
     """
 
     def __init__(self, connection: socket.socket, name: str, timeout: float, on_lost: Callable[[str], None]) -> None:
@@ -102,7 +104,12 @@ class Link:
             raise RunnerLostError(message) from error
 
     def receive(self, seconds: float | None = None) -> tuple[FrameKind, bytes]:
-        """Wait for the next frame. Does not return heartbeats and losses, except the frame that :meth:`wake` adds.
+        """Wait for the next frame other than heartbeats and reports of a loss. Return its kind and content.
+
+        After :meth:`wake`, returns an empty frame of kind LOST.
+
+        Args:
+            seconds: time limit; None to wait without a limit.
 
         Raises:
             TimeoutError: no frame has arrived within ``seconds``.

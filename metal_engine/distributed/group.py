@@ -175,7 +175,7 @@ class RankGroup:
         """End all ranks because this rank cannot start.
 
         Returns:
-            The exception to raise, which names the failed rank.
+            The exception to raise: a ModelLoadError that names the lost rank if a rank was lost, otherwise ``error``.
         """
         is_reported = self._monitor.error is not None
         for link in () if is_reported else self._links:

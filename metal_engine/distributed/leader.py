@@ -65,7 +65,7 @@ class LeaderRunner:
             # The engine preempts or ends the requests of this plan. The other ranks must drop them, and the requests
             # that this plan would have dropped.
             self._send(FrameKind.DROP, encode_ids([*plan.dropped_req_ids, *plan.num_scheduled_tokens]))
-            self._runner.forget(plan.dropped_req_ids)  # in case execute() failed before that
+            self._runner.forget(plan.dropped_req_ids)  # execute() may have failed before it dropped them
             raise
         return LeaderStep(self, step)
 

@@ -46,9 +46,9 @@ class RankFailureMonitor:
         self._at_end: Callable[[], None] = lambda: None
 
     def add_callback(self, callback: Callable[[RunnerLostError], None]) -> None:
-        """Register a callback for a loss, called with the error in another thread.
+        """Register a callback for a loss, called with the error in the thread that reports the loss.
 
-        If a rank was lost already, the callback is called at once.
+        If a rank was lost already, the callback is called at once, in the calling thread.
         """
         with self._lock:
             self._callbacks.append(callback)

@@ -133,7 +133,11 @@ class SectionResult:
 
 
 def format_number(value: float) -> str:
-    """Format a number with three significant digits, and thousands with separators."""
+    """Format a number with three significant digits.
+
+    Numbers from 1,000 on have all digits before the point, and separators of thousands. Numbers below 0.001 have an
+    exponent and two digits.
+    """
     if value == 0 or isnan(value):
         return f"{value:g}"
     if abs(value) >= 1000:

@@ -1,4 +1,4 @@
-"""Tests the whole engine with a model of a few kilobytes and random weights. Needs no download, and little time."""
+"""Tests the whole engine with a model of half a megabyte and random weights. Needs no download, and little time."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def serve(channel: socket.socket, answer: Callable[[bytes], bytes | None]) -> No
 class Fork:
     """Fork of this process that answers messages.
 
-    The fork may end at any message, or may not start for lack of processes. :attr:`has_ended` is then True. The fork is
-    not replaced.
+    The fork may end at any message, or may not start for lack of processes. It is not replaced. :attr:`has_ended` is
+    True after the first :meth:`send` or :meth:`ask` that fails, and from the beginning if the fork did not start.
 
     Args:
         answer: function that answers a message. Called in the fork.

@@ -44,10 +44,10 @@ def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> byt
 
 
 def receive_into(view: memoryview, channel: socket.socket) -> bool:
-    """Receive the next message into a buffer of its size.
+    """Receive the next message into ``view``, and return True.
 
-    Returns False if the message has another size, or if :func:`receive_patiently` would return None. Raises Cancelled
-    if the request was cancelled.
+    Returns False if the message does not have the size of ``view``, or if :func:`receive_patiently` would return None.
+    The rest of the message may then be unread. Raises Cancelled if the request was cancelled.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
     length = bytearray(LENGTH.size)
@@ -57,7 +57,10 @@ def receive_into(view: memoryview, channel: socket.socket) -> bool:
 
 
 def _fill(view: memoryview, channel: socket.socket, deadline: float, is_shared: bool) -> bool:
-    """Receive bytes until the buffer is full. Return False if the peer has closed the socket or does not answer."""
+    """Receive bytes until ``view`` is full. Return False if the peer has closed the socket or exceeds ``deadline``.
+
+    Raises Cancelled if the request was cancelled, unless ``is_shared``.
+    """
     num_received = 0
     poll = select.poll()
     poll.register(channel, select.POLLIN)

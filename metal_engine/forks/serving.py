@@ -14,8 +14,10 @@ from metal_engine.forks.channel import framed
 def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
     """Report over ``control`` that the process is ready. Then fork for each socket received, until ``control`` closes.
 
+    From then on, the standard error of this process and its forks is discarded.
+
     Args:
-        work: does the work of a fork. Its argument is the received socket.
+        work: function that is called in each fork with the received socket. The fork ends when the function returns.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped automatically
     signal.signal(signal.SIGINT, signal.SIG_DFL)

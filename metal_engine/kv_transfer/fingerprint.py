@@ -31,7 +31,7 @@ def kv_fingerprint(
             sample of the elements.
         model_config: config of the checkpoint: rope settings, windows, numbers of heads and layers.
         block_size: tokens per block.
-        parts: arrays of a block with their layers, shapes and dtypes.
+        parts: arrays of a block, and of a recurrent state, with their layers, shapes and dtypes.
         tuned: choices of attention tuning that differ from the default.
     """
     digest = sha256(f"kv format {FORMAT_VERSION}".encode())

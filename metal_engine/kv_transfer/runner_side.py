@@ -135,7 +135,10 @@ class KVConnectorRunner:
                 by_row[row] = data[start:stop]
 
     def save_kv_layer(self, layer_index: int, layer: LayerState) -> None:
-        """Gather a layer's part of the blocks and states to save, in their form after the forward pass."""
+        """Gather a layer's part of the blocks and states to save, with their contents after the forward pass.
+
+        The gathered arrays are lazy. :meth:`take_saves` returns them.
+        """
         if self._save_ids is not None:
             for name, array in layer.block_arrays().items():
                 blocks = array[self._save_ids].reshape(len(self._saves.hashes), -1)

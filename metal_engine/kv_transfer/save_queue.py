@@ -159,7 +159,7 @@ class SaveQueue:
 def lower_thread_priority() -> None:
     """Lower the priority of the calling thread below the priority of computing threads.
 
-    Only Linux has a niceness for each thread.
+    Has an effect only on Linux. On other systems, threads have no niceness of their own. Ignores errors.
     """
     if sys.platform != "linux":
         return

@@ -84,8 +84,8 @@ class KVConnectorScheduler:
     def start_load(self, request: Request, missing: Missing) -> bool:
         """Start to load a request's KV from the store. Return True if the request must wait for the load.
 
-        :meth:`take_ended_loads` then returns the request after its load has ended. Returns False if there is nothing to
-        load.
+        :meth:`take_ended_loads` then returns the request's id after its load has ended. Returns False if there is
+        nothing to load.
         """
         if not (self.config.loads and (missing.blocks or missing.state)):
             return False
@@ -102,7 +102,7 @@ class KVConnectorScheduler:
         return True
 
     def take_ended_loads(self) -> list[str]:
-        """Return the requests whose loads have ended since the last call, completely or not, oldest load first.
+        """Return the ids of requests whose loads have ended since the last call, complete or not, oldest load first.
 
         Ends the loads whose deadline has passed. Waits up to ``ANSWER_SECONDS`` for the store's first response about
         new loads.

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 class KVTransferStats:
     """Counts since the start. Adding is thread-safe. A reader may see counts of different moments.
 
+    A recurrent state counts as a block in ``blocks_corrupt`` and in the counts of saving (from ``blocks_saved`` to
+    ``blocks_failed``).
+
     Attributes:
         loads_started: requests for which the store was queried.
         loads_timed_out: started loads that ended at the deadline. Blocks that had arrived by then were used, unless the

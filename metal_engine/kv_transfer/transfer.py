@@ -51,8 +51,8 @@ class LoadTicket:
         is_done: True if nothing more will arrive.
         is_cancelled: True if the caller has ended the load.
         error: reason for an early end if the store failed, else None.
-        started: time of the first query to the store, by the transfer's clock; None while the load waits for host
-            memory.
+        started: time at which the load was queued for the load threads, by the transfer's clock; None while the load
+            waits for host memory.
         last_arrival: time at which the last block or state arrived, or ``started``.
         num_reserved_bytes: host memory reserved for the load, in bytes.
     """

@@ -9,7 +9,7 @@ The agents are installed from npm into the cache folder. In each turn, the model
 agent's own tools; the agent runs them and returns the results. For each turn, a row shows:
 
 - prompt tokens: tokens of the prompts of all requests, titles and the like excluded
-- known: prompt tokens that an earlier request has as a prefix, with its output
+- known: prompt tokens in a common prefix with an earlier request, that is with its prompt and output
 - cached: prompt tokens found in the prefix cache
 - missed: known tokens that were not cached; 0 for a request that lacks at most one block
 - changed: tokens of the earlier request that the prompt does not continue, because they were changed

@@ -49,7 +49,7 @@ class TurnReport:
         num_requests: number of requests that generated text, requests for titles included.
         num_prompt_tokens: tokens of the prompts.
         longest_prompt: tokens of the longest prompt.
-        num_known_tokens: prompt tokens that an earlier request has as a prefix, with its output.
+        num_known_tokens: prompt tokens in a common prefix with the prompt and output of an earlier request.
         num_cached_tokens: prompt tokens found in the prefix cache.
         num_missed_tokens: known tokens that were not found in the cache. A request that lacks at most one block adds 0.
         num_changed_tokens: tokens of earlier requests that the following prompt does not continue; 0 in the first turn.

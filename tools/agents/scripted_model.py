@@ -44,14 +44,16 @@ class LoggedRequest:
         turn: number of the turn; None for a request without a task, for example for a title.
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: prompt tokens found in the prefix cache.
-        num_known_tokens: length of the longest prefix that an earlier request has, with its output.
-        num_earlier_tokens: length of the earlier request with the longest common prefix, with its output.
+        num_known_tokens: length of the longest common prefix of the prompt and an earlier request. The tokens of an
+            earlier request are its prompt and its output.
+        num_earlier_tokens: number of tokens of the earlier request with the longest common prefix.
         num_output_tokens: length of the scripted output.
         content: text for the user.
         calls: names and arguments of the calls.
         reasoning: reasoning before the content.
-        was: text of the earlier request after the common prefix, if it has more; empty if the prompt continues it.
-        now: text of the prompt in its place.
+        was: start of the earlier request's text after the common prefix; empty if the prompt continues the whole
+            earlier request.
+        now: start of the prompt's text after the common prefix; empty like ``was``.
     """
 
     time: float

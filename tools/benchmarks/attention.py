@@ -106,7 +106,7 @@ def on_metal(shapes: tuple[StepShape, ...]) -> None:
 
 
 def simulated(shapes: tuple[StepShape, ...]) -> None:
-    """Print the simulator's counts. All KV heads do the same work, so one is run and multiplied."""
+    """Print the simulator's counts for one KV head. All KV heads do the same work."""
     from metal_engine.attention.metal.backend import MetalBackend
     from tools.metal_sim import metal_kernel, record_launches
 

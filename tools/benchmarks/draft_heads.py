@@ -1,4 +1,4 @@
-"""Measures what a draft head gains or costs, by the share of its drafts that is right, their number, and the streams.
+"""Measures the gain or cost of a draft head by the share of right drafts, the number of drafts and of streams.
 
     python -m tools.benchmarks.draft_heads FOLDER_WITH_THE_HEAD
     python -m tools.benchmarks.draft_heads FOLDER_WITH_THE_HEAD --right own 0 0.8 --drafts 3 --streams 1 16

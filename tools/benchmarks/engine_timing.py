@@ -27,7 +27,7 @@ class TimedStep:
 
 @dataclass
 class Timed:
-    """Times of one request in seconds of the engine's clock."""
+    """Times of one request in seconds of ``time.perf_counter``."""
 
     arrival: float
     token_times: list[float] = field(default_factory=list)

@@ -120,8 +120,8 @@ def measure_missing(engine: Engine, prompts: list[list[int]], repeats: int) -> d
     """Return the times to first token of a batch of prompts of which the store lacks a part.
 
     The result has a list for missing whole prompts ("requests") and one for a missing share of each prompt ("share").
-    An item has the missing part, the number of computed tokens, and medians of the mean and the last seconds to the
-    first token.
+    An item has the missing part, the number of tokens computed for the batch, and the mean and the largest time to
+    first token of the batch in seconds, as medians over the repeats.
     """
     hashes = [engine.hashes_of(prompt) for prompt in prompts]
     rows: dict[str, list[Any]] = {"requests": [], "share": []}

@@ -116,9 +116,9 @@ class Answers:
     """Engine with requests in decode, stepped directly. Outputs go to the queues of an event loop.
 
     Args:
-        num_steps: number of steps that the requests are long enough for, twice.
+        num_steps: half the number of steps for which the requests are long enough.
         ahead: True for asynchronous scheduling, which plans one step ahead.
-        replay_decodes: setting of the engine of the same name.
+        replay_decodes: value of the engine setting with this name.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ def main() -> None:
     profile = Profile()
 
     def measure() -> dict[bool, list[dict[str, float]]]:
-        """Return steps of both engines, measured a few at a time in rotation."""
+        """Return the times of both engines' steps, measured a few steps at a time in rotation."""
         by_mode: dict[bool, list[dict[str, float]]] = {False: [], True: []}
         for turn in range(TURNS):
             for ahead in (False, True) if turn % 2 else (True, False):

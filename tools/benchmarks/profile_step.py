@@ -1,4 +1,4 @@
-"""Profiles a step by operation, on the device's own clock.
+"""Profiles a step by operation: the time of each operation when it is evaluated alone.
 
     python -m tools.benchmarks.profile_step [--model demo] [--num-requests 16] [--prompt-len 150]
         [--step prefill|decode]

@@ -182,7 +182,7 @@ def _print_goals(scenario: PeerScenario, servers: dict[str, list[Result]]) -> No
 
 
 def plot(folder: Path, path: Path) -> None:
-    """Draw a bar for every server and a panel for every goal."""
+    """Write a plot to ``path``: a panel for each goal, and in each panel a bar for each server."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

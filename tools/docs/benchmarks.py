@@ -94,7 +94,10 @@ def with_table(page: str, notes: str) -> str:
 
 
 def draw(notes: str, path: Path) -> None:
-    """Draw a bar chart for each figure, each with its own scale. Longer bars are better above, shorter bars below."""
+    """Draw a bar chart for each figure, each with its own scale.
+
+    Longer bars are better in the upper row of charts, shorter bars in the lower row.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

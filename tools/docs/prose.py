@@ -65,7 +65,10 @@ class Result:
         return 1000 * len(self.flagged) / max(self.total, 1)
 
     def exceeds(self, max_per_1000: float, *, only_changes: bool = False) -> bool:
-        """Return True if the rate is too high. With ``only_changes``, one flagged sentence of a few is allowed."""
+        """Return True if more than ``max_per_1000`` of 1,000 sentences are flagged.
+
+        With ``only_changes``, one flagged sentence among fewer than ``FEW_SENTENCES`` is allowed.
+        """
         if only_changes and self.total < FEW_SENTENCES and len(self.flagged) <= 1:
             return False
         return self.per_1000 > max_per_1000

@@ -37,7 +37,7 @@ struct EventCounter {
   std::atomic<void*> error;
 };
 
-// As `Settings` of device.py.
+// Same fields as `FakeGpuSettings` of device.py.
 struct Settings {
   double encode_us;
   double view_us;
@@ -48,7 +48,7 @@ struct Settings {
   long pool_array_bytes;
 } settings{0, 0, 0, 0, 40, 40, 1L << 62};
 
-// As `Counts` of device.py.
+// Same fields as `Counts` of device.py.
 struct Counts {
   long kernels;
   long views;

@@ -173,7 +173,7 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
 def missed_figures(case: ReportCase, measured: Measured, limits: tuple[int, int]) -> list[str]:
     """Return a message for each required figure that a case misses.
 
-    Return no messages if the case has other command buffer limits than ``limits``.
+    Nothing is required of a case whose command buffer limits differ from ``limits``.
     """
     if case.limits != limits:
         return []

@@ -24,7 +24,7 @@ from .recurrence_mutants import Step
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Attention step with requests (query_len, kv_len)."""
+    """Attention step. ``segments`` has (query_len, kv_len) of each request."""
 
     name: str
     segments: tuple[tuple[int, int], ...]
@@ -36,7 +36,7 @@ class AttentionCase:
     has_sinks: bool = False
     quantized: tuple[int, int] | None = None  # bits and group size of K and V
     latent_dim: int | None = None  # number of columns of K that are V; None for ordinary keys
-    spans: tuple[tuple[int, int], ...] = ()  # first rows and ends of images whose rows attend to each other
+    spans: tuple[tuple[int, int], ...] = ()  # first row and end of each image; its rows attend to each other
 
     @property
     def allowed(self) -> float:

@@ -36,7 +36,7 @@ def preamble_text() -> str:
 
 
 def metal_text(variant: Variant) -> str:
-    """Return a file for Apple's compiler."""
+    """Return the text of the variant's ``.metal`` file, for Apple's compilers."""
     models = ", ".join(sorted(variant.needed_by, key=str.lower))
     arguments = ", ".join(f"{name} = {value}" for name, value in variant.template.items())
     return (

@@ -198,7 +198,7 @@ class SimulatedKernel:
         return generated_source(self._request(described, output_dtypes, template))
 
     def _unit_of(self, request: dict[str, Any]) -> tuple[str, str, tuple[Parameter, ...]]:
-        """Return the checked translation unit of the generated source."""
+        """Return the checked translation unit of the generated source, its function's name and buffer parameters."""
         text, name, arguments = generated_source(request)
         unit, signature = translation_unit(self._mark_lines(text), name, arguments)
         check(unit, self.name)

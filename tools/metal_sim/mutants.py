@@ -47,7 +47,7 @@ def factory_of(mutant: Mutant | None) -> Callable[..., Any]:
 
 
 def run_mutants(mutants: tuple[Mutant, ...], caught: Callable[[Mutant | None], str | None]) -> int:
-    """Run all mutants, or the numbers given to the command. Print how each is detected. Return 1 if one is missed."""
+    """Run all mutants, or those whose indices are on the command line. Print the results. Return 1 if one is missed."""
     assert caught(None) is None, "the kernel itself fails"
     chosen = [int(a) for a in sys.argv[1:]] or range(len(mutants))
     missed = []

@@ -62,7 +62,7 @@ CACHES = ("k_cache", "k_scales", "k_biases", "v_cache", "v_scales", "v_biases")
 
 @dataclass(frozen=True)
 class SimShape:
-    """Step with requests (query_len, kv_len).
+    """Step of attention. ``segments`` has (query_len, kv_len) of each request.
 
     ``group`` is the number of query heads per KV head. ``allowed`` is the largest ratio of bytes read to the bound that
     the tests accept.

@@ -152,7 +152,7 @@ class SimulatedTransfer:
         """Do nothing: host memory is not simulated."""
 
     def load_timed_out(self, ticket: LoadTicket) -> None:
-        """Handle a load without data before its deadline. Pauses the store, as in a real transfer."""
+        """Record that a load's deadline has passed. Pauses the store if no block has arrived, as in a real transfer."""
         self._advance(ticket, self.clock())
         if not ticket.blocks:
             self._pause.failed()

@@ -70,8 +70,8 @@ class ChainCache:
 def new_head(target: nn.Module) -> MTPHead:
     """Return a head to be trained, in float32.
 
-    Its layer and its last norm are copies of the target's last layer and final norm. The weights of ``fc`` are those of
-    the identity on the hidden state, plus half of the random initial weights.
+    Its layer and its last norm are copies of the target's last layer and final norm. ``fc`` starts as the identity
+    on the hidden state, plus half of the random initial weights.
     """
     head = MTPHead(target.args)
     head.layers[0].update(_copies(target.model.layers[-1].parameters()))

@@ -131,7 +131,7 @@ def _surrogate(
     counted: mx.array,
     weights: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """Return a number whose gradient by the head's weights is that of the loss, and the losses of each pass, [K].
+    """Return a number with the same gradient by the head's weights as the loss, and the losses of each pass, [K].
 
     Args:
         hidden: [B, L, H] float32, the target's hidden states.

@@ -1,7 +1,7 @@
 """Recurrences of layers in float64 NumPy, row by row: the references for the kernels.
 
 Written from the definitions, without code shared with the kernels. The arguments have the shapes of
-:class:`metal_engine.recurrence.metal.MetalRecurrence`'s.
+:class:`metal_engine.recurrence.metal.MetalRecurrence`'s. A segment is the rows of one request in a step.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ MLX_FLAG = "--attention-backend mlx"
 # Errors that MLX raises for a kernel that does not compile or run.
 KERNEL_ERRORS = (RuntimeError, ValueError)
 
-# Virtual machines of macOS 26 sum in another order than Macs: comparisons within 1e-4 fail there, and pass on a Mac.
+# Factor for tolerances on virtual GPUs. Virtual machines of macOS 26 sum in another order than Macs: comparisons within
+# 1e-4 fail there, and pass on a Mac.
 _VIRTUAL_TOLERANCE = 50.0
 _SPECIAL_TOKENS = 100  # first ids of a vocabulary, where control tokens often are
 
@@ -55,7 +56,10 @@ def kernel_factory(plan: Plan) -> Callable[..., Any] | None:
 
 
 def failed_kernel(error: Exception) -> tuple[float, str]:
-    """Discard the errors that MLX stores after a kernel has failed. Return NaN as its error, and a description."""
+    """Return NaN as the numerical error of a kernel that failed, and a description of ``error``.
+
+    Discards the errors that MLX stores after the failure.
+    """
     forget_errors()
     return nan, f"{type(error).__name__}: {one_line(error)}"
 
@@ -92,7 +96,7 @@ def use_plain_model(use: Callable[[loader.LoadedModel], T], model: str) -> T:
 
 
 def load_plain_model(model: str) -> loader.LoadedModel:
-    """Load a model as mlx-lm's, without the engine."""
+    """Load a model as an mlx-lm model, without the engine."""
     return loader.load(EngineArgs(model=model), device_info())
 
 

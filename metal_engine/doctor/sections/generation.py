@@ -121,7 +121,7 @@ def parity(plan: Plan, workload: Workload, ours: dict[str, OfflineRun], model: s
     """Compare greedy outputs of the default attention backend (our kernel) with greedy outputs of MLX's operations.
 
     Returns:
-        Number of outputs that differ, except outputs whose first difference is a tie.
+        Figure with the number of outputs that differ, except outputs whose first difference is a tie.
     """
     others = use_engine(plan, lambda engine: _run(workload, engine), model, attention_backend="mlx")
     pairs = [

@@ -190,7 +190,7 @@ class CompileClock:
     """Kernel factory that measures the first launch of each variant, which compiles it.
 
     Attributes:
-        seconds: time of the first launch of each variant.
+        seconds: variant -> duration of its first launch, in seconds.
     """
 
     def __init__(self, factory: Callable[..., Any]) -> None:

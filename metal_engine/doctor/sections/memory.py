@@ -1,4 +1,4 @@
-"""Peak memory beside the promise of the start-up block, with and without wired memory."""
+"""Peak memory beside the peak that the banner at the start promises, with and without wired memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ def wired_step_figure(not_wired: float, wired: float) -> Figure:
 
 
 def _load(plan: Plan, engine: BuiltEngine) -> tuple[int, int, float]:
-    """Run the largest step and many requests. Return the peak and the promised peak in bytes, and seconds of a step."""
+    """Run the largest step and many requests.
+
+    Returns:
+        Peak memory and promised peak in bytes, and the mean time of a decode step in seconds.
+    """
     config = engine.core.config
     mx.reset_peak_memory()  # reading the weights takes more, and is not promised
     longest = min(config.scheduler.max_num_batched_tokens, config.scheduler.max_model_len - 1)

@@ -29,7 +29,7 @@ from metal_engine.recurrence.gated_delta import gated_delta_update
 from metal_engine.recurrence.mamba2 import ssm_update
 from metal_engine.recurrence.metal import MetalRecurrence
 
-# Sizes of Qwen3.5-0.8B (heads, and numbers of a head) and of a Granite 4 hybrid (heads, numbers of a head, state).
+# Sizes of Qwen3.5-0.8B (heads, head size) and of a Granite 4 hybrid (heads, head size, state size).
 _DELTA_HEADS, _DELTA_DIM = 16, 128
 _MAMBA_HEADS, _MAMBA_DIM, _MAMBA_STATE = 48, 64, 128
 # Rows of the segments that are compared with float64. The second segment starts from the first state.
@@ -175,10 +175,10 @@ def _normal(dtype: mx.Dtype, *shape: int) -> mx.array:
 def gated_delta_layer(
     rows: tuple[int, int], k_heads: int, v_heads: int, dim: int, *, each_key: bool, dtype: mx.Dtype = mx.float32
 ) -> tuple[mx.array, ...]:
-    """Return the arguments of a layer's recurrence.
+    """Return random arguments of one layer for mlx-lm's ``gated_delta_update``.
 
     Args:
-        rows: requests, and tokens of each.
+        rows: number of requests, and of tokens of each.
         each_key: True for one gate for each of a head's ``dim`` key channels, False for one gate for each head.
     """
     normal = partial(_normal, dtype, *rows)
@@ -194,10 +194,10 @@ def gated_delta_layer(
 
 
 def mamba2_layer(rows: tuple[int, int], dtype: mx.Dtype = mx.float32) -> tuple[mx.array, ...]:
-    """Return the arguments of a layer's recurrence with the sizes of a Granite 4 hybrid.
+    """Return random arguments of one layer for mlx-lm's ``ssm_update``, with the sizes of a Granite 4 hybrid.
 
     Args:
-        rows: requests, and tokens of each.
+        rows: number of requests, and of tokens of each.
     """
     a_log, d = mx.log(mx.arange(1, _MAMBA_HEADS + 1)), mx.ones(_MAMBA_HEADS)
     dt_bias = mx.log(mx.expm1(mx.exp(mx.random.uniform(-6.9, -2.3, (_MAMBA_HEADS,)))))

@@ -16,7 +16,7 @@ from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.settings.config import REPLAYS
 
 ONE_BY_ONE, AHEAD, QUEUED, REPLAYED = "one by one", "planned ahead", "queued on the device", "replayed"
-# Each way to run a step should take at most the time of another way.
+# Way to run a step -> way whose time it should not exceed.
 _BEFORE = {AHEAD: ONE_BY_ONE, QUEUED: AHEAD, REPLAYED: ONE_BY_ONE}
 _FLAGS = {
     AHEAD: "--no-async-scheduling",
@@ -53,7 +53,7 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
 
 
 def step_figures(times: dict[str, float | str]) -> Iterator[Item]:
-    """Yield a relative time for each way to run a step.
+    """Yield the time of a step for each way to run it, relative to the simpler way that ``_BEFORE`` names, if any.
 
     Args:
         times: seconds of a step for each way. A text is the reason why a way was not run.
@@ -72,7 +72,7 @@ def step_figures(times: dict[str, float | str]) -> Iterator[Item]:
 
 
 def _step_seconds(plan: Plan, engine: BuiltEngine) -> float:
-    """Return the mean time of a decode step."""
+    """Return the mean time of a decode step in seconds."""
     num_requests = min(_MAX_REQUESTS, max(plan.batches))
     for seed in range(2):  # the first run compiles and traces
         run = run_random(engine, num_requests, plan.prompt_tokens, plan.decode_steps, seed=seed)

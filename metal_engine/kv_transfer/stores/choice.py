@@ -12,7 +12,9 @@ from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 
 
 def check_place(config: KVTransferConfig) -> None:
-    """Check that a directory can be used as a store, before a model is loaded. Other stores are not checked.
+    """Check that a directory can be used as a store, before a model is loaded.
+
+    Does nothing for stores of other kinds, and for an engine that only loads from the store.
 
     Raises:
         ConfigError: the path is not a directory, or the directory cannot be read or contains other files.

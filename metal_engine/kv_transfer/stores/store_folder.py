@@ -98,7 +98,10 @@ class StoreFolder:
             _make_private(self.root, folder)
 
     def check(self) -> None:
-        """Raise NotAStoreError if the path cannot become a store: not a directory, or with other files in it."""
+        """Raise NotAStoreError if the path cannot become a store: not a directory, or with other files in it.
+
+        Raises OSError if the directory cannot be read.
+        """
         if not self.root.exists() or self.is_marked:
             return
         if not self.root.is_dir():
@@ -198,6 +201,10 @@ class StoreFolder:
         """Yield the files that the store made, and close its folders to other users.
 
         Files that disappear during the scan are skipped.
+
+        Raises:
+            NotAStoreError: the directory is not a store any more.
+            OSError: a folder cannot be read.
         """
         with self.opened() as root:
             yield from _own_files(root, (), (_FINGERPRINT, _DIGITS))

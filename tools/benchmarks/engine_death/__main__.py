@@ -4,12 +4,12 @@
     python -m tools.benchmarks.engine_death --models attention hybrid quantized lora ranks
     python -m tools.benchmarks.engine_death --model MODEL --serve-args "--max-num-seqs 32"
 
-A real server runs. Streams of all APIs (log probabilities, several outputs, tools,
-grammars, seeds, stop strings) keep it busy. Each request is first answered without deaths. Its later answers must be
-equal, except for small differences of log probabilities. The report has the parts of the pause after a death: the start
-of a process, the load of the model, and the recomputation until each stream has its next token. It also shows counters
-of the server that have decreased. The exit status is 1 if anything is wrong. With a quantized KV cache, batches round
-differently, so that answers differ without deaths, too.
+A real server runs. Streams of all APIs (log probabilities, several outputs, tools, grammars, seeds, stop strings) keep
+it busy. Each request is first answered without deaths. Its later answers must be equal, except for small differences of
+log probabilities. The report has the parts of the pause after a death: the start of a process, the load of the model,
+and the recomputation until each stream has its next token. It also shows counters of the server that have decreased.
+The exit status is 1 if anything is wrong. With a quantized KV cache, batches round differently, so that answers differ
+without deaths, too.
 """
 
 from __future__ import annotations

@@ -40,14 +40,18 @@ def error_of(event: Any) -> str | None:
 
 
 def is_end(event: Any) -> bool:
-    """Return True for an event near the end of a complete answer. Cut answers lack it."""
+    """Return True if an event occurs only near the end of a complete answer, so that a cut answer lacks it."""
     kinds = ("response.completed", "response.incomplete", "message_stop", "message")
     ends = [choice.get("finish_reason") for choice in event.get("choices", ())]
     return event.get("type") in kinds or event.get("done") is True or any(ends) or "usage" in event
 
 
 def merged(events: Iterable[Any]) -> Parts:
-    """Return the texts, numbers and lists of an answer by their places in its JSON."""
+    """Return the values of an answer by their places in the JSON of its events, such as ``.choices[0].delta.content``.
+
+    Texts of several events at the same place are joined. A later value of another type replaces an earlier one. If a
+    list on the way to the place has elements without an index, all values are kept as a list.
+    """
     leaves: dict[str, list[Any]] = {}
 
     def add(value: Any, place: str) -> None:

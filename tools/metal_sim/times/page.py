@@ -23,7 +23,7 @@ the time of a launch. [kernels.md](kernels.md#times-by-a-model) has the model an
 
 
 def attention_seconds(launches: Sequence[Launch], chip: Chip) -> float:
-    """Return the time in seconds of launches that run one after another, with their dispatch."""
+    """Return the time in seconds of launches that run one after another, including the time to dispatch them."""
     return sum(seconds(launch, chip) + facts.DISPATCH for launch in launches)
 
 
