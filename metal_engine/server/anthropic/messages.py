@@ -97,7 +97,7 @@ class MessagesEndpoint(Conversation):
 
 
 def _block(delta: AnswerDelta) -> dict[str, Any]:
-    """Return the content block, still empty, that is begun for the text or the call to which ``delta`` belongs."""
+    """Return the empty content block for the event that begins the block of ``delta``."""
     if isinstance(delta, CallStart):
         return {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
     if isinstance(delta, TextDelta) and delta.kind == "content":

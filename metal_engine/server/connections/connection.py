@@ -209,7 +209,8 @@ class Connection(HttpToolsProtocol):
         self._refused = True
         if self._num_answering > (self._phase == "body"):
             # Responses to earlier requests come before this error, and a queue for the error alone is not worthwhile.
-            # The connection therefore closes after those responses. Within a body, it closes at once and cuts them off.
+            # The connection therefore closes after those responses. If the body of this request is arriving, the
+            # connection closes immediately, and the client loses the rest of those responses.
             self.cycle.keep_alive = False
             if self._phase == "body":
                 self.transport.close()

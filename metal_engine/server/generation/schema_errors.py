@@ -45,7 +45,7 @@ def with_place(
 ) -> ParameterError:
     """Return ``error`` with the place of the innermost part of the JSON schema that cannot be compiled.
 
-    Compiles parts of the schema to find the place, for some seconds at most. Returns ``error`` itself unless the
+    The search compiles parts of the schema for up to ``_MAX_SECONDS``. The result is ``error`` itself unless the
     compiler has refused a JSON schema within its limits.
 
     Args:
