@@ -232,7 +232,7 @@ class GrammarCompiler:
         return sum(not one.is_suspended for one in list(self._in_use.values()))
 
     def _reopened(self, wanted: bytes) -> socket.socket:
-        """Return a socket to a new process that compiles a grammar again. Raises ForkError if the process cannot start."""
+        """Return a socket to a new process that compiles a grammar again. Raises ForkError if there is no process."""
         with self._lock:
             self._free_process()
         channel = self._process.connect()

@@ -12,8 +12,8 @@ from metal_engine.grammars.compiler import GrammarTask
 
 FreePhase = Literal["content", "reasoning"]
 
-# Number of bytes of a segment's `tail` that must follow the earlier part of the mark before the segment may begin. For
-# a tail of up to this length, the number is one less than the length, and at least one.
+# Number of bytes of a segment's `tail` that must follow the earlier part of the mark before the segment may begin. Less
+# for a tail that is not longer.
 _PARTIAL_BYTES = 4
 
 
