@@ -14,7 +14,7 @@ from metal_engine.answers.call_syntaxes.tool_schemas import tool_schemas
 from metal_engine.answers.deltas import AnswerDelta, TextDelta, joined
 from metal_engine.answers.splitter import ContentGaps, Splitter, overlap
 
-# Characters before text that is quoted.
+# Characters after which a stray mark is quoted text, and stays in the content.
 _QUOTES = frozenset("`'\"")
 
 
