@@ -83,7 +83,7 @@ class ChatAnswers:
         format: output format of the model.
         plan: use of the request's tools.
         in_reasoning: True if the prompt ends within reasoning.
-        past_reasoning: True if the prompt has ended the reasoning, and the output cannot have more.
+        past_reasoning: True if the output cannot begin with reasoning, because the prompt ends the reasoning.
         is_structured: True if the text after the reasoning is a structured output, or tool calls in its place if
             ``plan`` allows calls. Marks within the structured output are text.
         has_budget: True if a budget may end the reasoning.
