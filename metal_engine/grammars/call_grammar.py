@@ -20,7 +20,7 @@ _NOT_CHECKED = "too many schemas cannot be compiled"
 
 
 class CallGrammar:
-    """Grammar of the calls that a mark begins. It may leave the arguments of a tool open: any arguments are then allowed.
+    """Grammar of the calls that a mark begins. If a tool's arguments are left open, any arguments are allowed.
 
     Args:
         trigger: mark and grammar.
