@@ -115,7 +115,7 @@ def begins_in_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bo
 
 
 def is_past_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bool) -> bool:
-    """Return True if a prompt that does not end within reasoning leaves no place for reasoning.
+    """Return True if the output cannot begin with reasoning. The prompt must not end within reasoning.
 
     A template closes the reasoning itself if reasoning is turned off. If the output continues an assistant message, the
     reasoning of that message is over. The arguments are those of :func:`begins_in_reasoning`.

@@ -1,4 +1,4 @@
-"""Finds the mark that ends a tool call: not every mark in the text is one, because a string may contain marks."""
+"""Finds the mark that ends a tool call. A string in the call may contain the same mark as text."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class CallReader:
         parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
         head: ``call_head`` of the format, to stream a call's arguments; None to return only whole calls. The last brace
             of streamed arguments is returned only after the call has been parsed.
-        gaps: white space between parts of the content.
+        gaps: record of the white space between parts of the content, which the splitter of the output also uses; None
+            for a new record.
 
     Attributes:
         num_calls: number of calls parsed successfully so far.
@@ -118,7 +119,10 @@ class CallReader:
         return deltas + self._deltas_of(items)
 
     def _deltas_of(self, items: Sequence[ToolCall | str]) -> list[AnswerDelta]:
-        """Return the deltas of whole calls, and of the text between them."""
+        """Return the deltas of whole calls, and of the text between them.
+
+        Without ``parallel``, calls after the output's first call are dropped.
+        """
         deltas: list[AnswerDelta] = []
         for call in items:
             if isinstance(call, str):

@@ -87,7 +87,7 @@ class ChatAnswers:
         format: output format of the model.
         plan: use of the request's tools.
         in_reasoning: True if the prompt ends within reasoning.
-        past_reasoning: True if the prompt ends after the reasoning.
+        past_reasoning: True if the output cannot begin with reasoning, because the prompt ends the reasoning.
         is_structured: True if the text after the reasoning is a structured output, or tool calls in its place if
             ``plan`` allows calls. Marks within the structured output are text.
         has_budget: True if a budget may end the reasoning.
@@ -178,7 +178,7 @@ class ChatAnswers:
         return answers, params.changed(**changes) if changes else params
 
     def _may_call(self, params: SamplingParams, structured: StructuredOutputsParams | None) -> bool:
-        """Return True if the outputs may have tool calls with a grammar, beside free text or a structured output."""
+        """Return True if tool calls with a grammar may occur, in free text or in place of a structured output."""
         if not self._finds_calls or params.excludes_grammars:
             return False
         if structured is None:

@@ -163,12 +163,12 @@ class HarmonySplitter(MarkSplitter):
         return deltas + self._replace(len(mark), end)
 
     def _pass_on(self, length: int) -> list[AnswerDelta]:
-        """Pass the next ``length`` characters to ``MarkSplitter`` unchanged."""
+        """Pass the next ``length`` characters to ``MarkSplitter`` unchanged. Return the resulting deltas."""
         text, self._raw = self._raw[:length], self._raw[length:]
         self._message_end.forget(length)
         return self.take(text, length) if text else []
 
     def _replace(self, length: int, text: str) -> list[AnswerDelta]:
-        """Pass ``text`` to ``MarkSplitter`` in place of the next ``length`` characters."""
+        """Pass ``text`` to ``MarkSplitter`` in place of the next ``length`` characters. Return the resulting deltas."""
         self._raw = self._raw[length:]
         return self.take(text, length)

@@ -14,7 +14,7 @@ from metal_engine.answers.call_syntaxes.tool_schemas import tool_schemas
 from metal_engine.answers.deltas import AnswerDelta, TextDelta, joined
 from metal_engine.answers.splitter import ContentGaps, Splitter, overlap
 
-# Characters before text that is quoted.
+# Characters after which a stray mark is quoted text, and stays in the content.
 _QUOTES = frozenset("`'\"")
 
 
@@ -24,8 +24,8 @@ class MarkSplitter(Splitter):
     White space next to a mark is dropped. Between two parts of the content, it is kept as a separator
     (:class:`metal_engine.answers.splitter.ContentGaps`).
 
-    Calls within reasoning are returned as reasoning. The exception are calls at the end of an output that the model
-    itself ended without an end mark of reasoning.
+    Calls within reasoning are returned as reasoning. If the model itself ends an output without an end mark of
+    reasoning, calls at the end of the output are parsed as calls.
 
     Args:
         answer_format: output format of the model.
@@ -157,7 +157,8 @@ class MarkSplitter(Splitter):
     def _next_mark(self, searched: int) -> tuple[int, str] | None:
         """Return position and text of the first mark that ends the current state; None if there is none.
 
-        The text is empty at a call without its opening mark. The first ``searched`` characters contain no whole mark.
+        The returned text is empty if a call begins there without its opening mark. The first ``searched`` characters
+        contain no whole mark.
         """
         if self._state == "call":
             return self._call_end.find(self._text)
@@ -235,7 +236,7 @@ class MarkSplitter(Splitter):
         return stripped
 
     def _shown(self, text: str, state: Literal["content", "reasoning"] | None = None) -> TextDelta:
-        """Return the delta of a text of the current or the given state."""
+        """Return the delta of a text that belongs to ``state``; None stands for the current state."""
         kind = state or self._state
         assert kind != "call"
         if kind == "content":

@@ -20,15 +20,15 @@ _NOT_CHECKED = "too many schemas cannot be compiled"
 
 
 class CallGrammar:
-    """Grammar of the calls that a mark begins. The arguments of each tool may be left open.
+    """Grammar of the calls that a mark begins. If a tool's arguments are left open, any arguments are allowed.
 
     Args:
         trigger: mark and grammar.
         special: ids of the vocabulary's special tokens, by their texts.
 
     Attributes:
-        marks: text of each mark that begins a call, and the end of the mark: its text after the last special token. The
-            grammar begins with this end.
+        marks: for each mark that begins a call, its text, and the part of the text after its last special token. The
+            grammar begins with this part.
         opened: indices of the rules for arguments that are left open, because the grammar could not be compiled.
     """
 

@@ -126,7 +126,7 @@ class GrammarCompiler:
         return self._once(hashlib.sha256(wanted).digest(), partial(self._compile, wanted))
 
     def compile_call(self, grammar: CallGrammar) -> GrammarTask:
-        """Start compiling the grammar of a tool call in the background, unless it is compiled already.
+        """Start compiling the grammar of a tool call in the background, unless it is compiled already. Return the task.
 
         If the grammar cannot be compiled, the arguments of some tools are left open, with a warning in the log, and
         ``grammar.opened`` names them.
@@ -232,7 +232,7 @@ class GrammarCompiler:
         return sum(not one.is_suspended for one in list(self._in_use.values()))
 
     def _reopened(self, wanted: bytes) -> socket.socket:
-        """Return a socket to a new process that compiles a grammar again."""
+        """Return a socket to a new process that compiles a grammar again. Raises ForkError if there is no process."""
         with self._lock:
             self._free_process()
         channel = self._process.connect()

@@ -49,7 +49,9 @@ class _ProcessEndedError(Exception):
 
 
 class SegmentEnd(Exception):
-    """The grammar of a segment is complete, and no further text belongs to it.
+    """Raised if the grammar of a :class:`metal_engine.grammars.mark_scanner.Segment` is complete.
+
+    No further text belongs to the segment.
 
     Args:
         num_tokens: number of leading tokens of the output's last message to the process that belong to the segment.

@@ -12,7 +12,8 @@ from metal_engine.grammars.compiler import GrammarTask
 
 FreePhase = Literal["content", "reasoning"]
 
-# If a text ends with this many bytes of a segment's `tail`, after the rest of the mark, it may become the mark.
+# Number of bytes of a segment's `tail` that must follow the earlier part of the mark before the segment may begin. Less
+# for a tail that is not longer.
 _PARTIAL_BYTES = 4
 
 
@@ -117,7 +118,7 @@ class MarkScanner:
     num_reasoning_tokens: int = 0
     _longest: int = field(init=False)  # length of the longest mark
     _text: bytes = b""  # bytes at the end of the output that may belong to a mark
-    _end: int = 0  # number of bytes of the output
+    _end: int = 0  # position after `_text`, in the bytes of the tokens that were searched for marks
     _tokens: list[tuple[int, int]] = field(default_factory=list)  # end and id of each token whose bytes are in `_text`
 
     def __post_init__(self) -> None:
@@ -130,9 +131,9 @@ class MarkScanner:
         return other
 
     def add(self, token_id: int) -> Entry | None:
-        """Process the next token. Return the segment that begins, or may begin, with the text up to this token.
+        """Process the next token. Return the entry of a segment if one begins, or may begin; None for free text.
 
-        None for free text.
+        The mark of the segment, or its beginning, is in the text up to this token.
         """
         if not self._text and token_id in self.plain[self.phase]:  # most tokens
             self.num_reasoning_tokens += self.phase == "reasoning"

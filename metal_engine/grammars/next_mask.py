@@ -1,4 +1,4 @@
-"""Computes the mask of a matcher. The text of a special token counts as plain text. Loads only llguidance."""
+"""Computes the mask of a matcher. Plain tokens may spell the text of a special token. Loads only llguidance."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def next_mask(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) 
     """Return the mask of the next token: bit ``i % 8`` of byte ``i // 8`` for token ``i``.
 
     If only one text may follow, llguidance's mask has only the text's first token. If the text begins like a special
-    token, llguidance's mask has the special token, although the grammar refuses it. The mask returned here then has a
-    plain token. A required end-of-sequence token, such as the end of gpt-oss's calls, stays in the mask, although
-    llguidance reports it as refused.
+    token, llguidance's mask has the special token, although the grammar refuses it. This function then returns a mask
+    with a plain token. A required end-of-sequence token, such as the end of gpt-oss's calls, stays in the mask,
+    although llguidance reports it as refused.
     """
     mask = bytes(matcher.compute_bitmask())
     only = _only_token(mask)

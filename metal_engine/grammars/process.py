@@ -184,7 +184,7 @@ class GrammarServer:
     # --- in the fork ---
 
     def _draft_masks(self, message: bytes) -> bytes | None:
-        """Process an output's tokens. Return the masks after each draft that follows them.
+        """Process an output's tokens. Return the masks after each draft. Return None if the message ends the output.
 
         The list ends at the first mask that cannot be computed. After a draft that is not allowed, masks are empty,
         because they are not used.

@@ -183,7 +183,10 @@ class Document:
         return names
 
     def are_apart(self, branches: list[Any], depth: int) -> bool:
-        """Return True if no value matches two branches, because of their types or the values of a required property."""
+        """Return True if no value matches two branches, because of their types or the values of a required property.
+
+        Raises as :meth:`names_of`.
+        """
         resolved = [self._followed(one) for one in branches]
         self.spend(depth, len(resolved) ** 2)
         return all(self._is_apart(one, other) for one, other in combinations(resolved, 2))

@@ -102,9 +102,10 @@ def schema_fault(schema: Any) -> SchemaFault | None:
 
 
 def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, str | None, Any]]:
-    """Yield the schemas directly within a schema, with their keyword, and their name or index below it if there is one.
+    """Yield keyword, name and schema for each schema directly within a schema.
 
-    The values of keywords must have the right types. Definitions come last.
+    The name is the schema's name or index in the value of the keyword; None if the value is the schema itself. The
+    values of keywords must have the right types. Definitions come last.
     """
     for key, value in sorted(schema.items(), key=lambda item: item[0] in DEFINITIONS):
         if key in _NAMED:

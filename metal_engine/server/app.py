@@ -56,7 +56,7 @@ def create_app(
         answer_format: format in which the model writes tool calls and reasoning. Without it, outputs are plain text.
 
     Raises:
-        ConfigError: the settings about LoRA adapters are inconsistent.
+        ConfigError: the settings about LoRA adapters are inconsistent, or ``--lora-dir`` is not a folder.
     """
     args = args or ServerArgs()
     workers = Workers()
@@ -73,7 +73,7 @@ def app_of(models: ModelProvider, args: ServerArgs, discover: Discover | None = 
             models.
 
     Raises:
-        ConfigError: the settings about LoRA adapters are inconsistent.
+        ConfigError: the settings about LoRA adapters are inconsistent, or ``--lora-dir`` is not a folder.
     """
     # No redirects, because they would go to the host in the request's Host header. No documentation pages of FastAPI,
     # because they load scripts from other servers.
@@ -110,7 +110,10 @@ def app_of(models: ModelProvider, args: ServerArgs, discover: Discover | None = 
 
 
 def _add_lora(app: FastAPI, served: ServedModel, args: ServerArgs) -> None:
-    """Add the routes that load and unload LoRA adapters. Raises ConfigError for inconsistent settings."""
+    """Check the settings about LoRA adapters. With ``--lora-dir``, add the routes that load and unload adapters.
+
+    Raises ConfigError as :func:`app_of`.
+    """
     adapters = served.engine.adapters
     if adapters is not None and (taken := [name for name in served.names if adapters.find(name)]):
         raise ConfigError(LORA_MODULES, f"contains {taken[0]!r}, which is also a name of the model")

@@ -49,10 +49,11 @@ _MARKS_AT_ONCE = 1 << 18  # bytes split in one call, to bound the memory of the 
 
 
 def in_turn(num_bytes: int, call: Callable[..., T], *args: Any) -> T:
-    """Return ``call(*args)``, a call into C that holds the GIL for up to 0.15 s if it processes ``num_bytes``.
+    """Return ``call(*args)``, a call into C that processes ``num_bytes`` bytes and holds the GIL all the time.
 
-    Such calls run one at a time, with a pause after each. The event loop requests the GIL again after each write to a
-    socket. Without a pause, a step of 16 streams would wait for 16 such calls. Short calls need only short pauses.
+    Calls on at least ``_LONG_BYTES`` run one at a time, with a pause of up to ``_PAUSE_SECONDS`` after each. A pause is
+    not longer than its call. The event loop requests the GIL again after each write to a socket. Without the pauses, a
+    step of 16 streams would wait for 16 calls of up to 0.15 s.
     """
     if num_bytes < _LONG_BYTES:
         return call(*args)
@@ -107,7 +108,7 @@ class ContentLimits:
             raise TooComplexError(f"has more than {limit} {name}")
 
     def loads(self, text: str) -> Any:
-        """Check one of the texts, and parse it like :func:`json.loads`. Also raises as :meth:`check`."""
+        """Count the content of one text, and parse it. Raises as :meth:`check` and :func:`json.loads`."""
         self.check(text.encode("utf-8", "surrogatepass"))
         return in_turn(len(text), json.loads, text)
 
@@ -168,7 +169,10 @@ def _in_pieces(value: Any, validate: Any) -> Any:
 
 
 def _moved(error: ValidationError, start: int) -> ValidationError:
-    """Convert the indices in a piece's error to indices in the list. ``start`` is the piece's position in the list."""
+    """Return the first ten problems of a piece's error, with indices in the whole list.
+
+    ``start`` is the index of the piece's first element in the list.
+    """
     details: list[Any] = []
     for one in error.errors(include_url=False)[:10]:
         index, *rest = one["loc"]

@@ -65,7 +65,7 @@ class CompletionChoice(BaseModel):
 
 
 class KVTransferHandover(BaseModel):
-    """``kv_transfer_params`` for the request to the engine that continues with this prompt."""
+    """``kv_transfer_params`` of a response: the value for the request to the engine that continues with the prompt."""
 
     do_remote_prefill: Literal[True] = True
 

@@ -247,7 +247,8 @@ def run_server(
         Exit status for the process: 0, 1 if the engine died, or 128 + signal after a second signal.
 
     Raises:
-        ConfigError: another process has started to listen on the address.
+        ConfigError: another process has started to listen on the address, or as :func:`create_app`. The engine is not
+            shut down in the second case.
     """
     app = create_app(engine, names, args, answer_format)
     models: ModelProvider = app.state.models

@@ -111,7 +111,7 @@ def _info(served: ServedModel) -> bytes:
 
 
 def _tokens(served: ServedModel, body: TokenizeBody) -> tuple[list[int], list[ImageSource]]:
-    """Return the token ids of a text or of a conversation without the tokens of its images, and the images.
+    """Return the token ids of a text or of a conversation without the tokens of its images, and the images' sources.
 
     Raises:
         APIError: status 400, for a request that cannot be tokenized.

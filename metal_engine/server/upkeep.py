@@ -37,7 +37,10 @@ class FreedMemory:
         return self._lifecycle.num_begun, self._workers.num_heavy
 
     def is_due(self) -> bool:
-        """Return True if memory is to be returned now: after large bodies, or if the server is idle after requests."""
+        """Return True if memory is to be returned now: after large bodies, or if the server is idle after requests.
+
+        Counts one poll. After True, the caller must return the memory: the next result depends on later requests only.
+        """
         self._polls_since += 1
         self._num_idle_polls = 0 if self._lifecycle.num_active else self._num_idle_polls + 1
         counts = self._counts()
@@ -59,7 +62,10 @@ def release_idle_memory(release_memory: ReleaseMemory, pressure: MemoryPressure)
 
 
 async def run_upkeep(lifecycle: Lifecycle, workers: Workers, release_memory: ReleaseMemory) -> None:
-    """Return memory and adapt the number of BLAS threads, forever."""
+    """Once a second, adapt the number of BLAS threads, and return memory if it is time. Runs until it is cancelled.
+
+    Returns freed memory to the system, and releases memory of idle models under memory pressure.
+    """
     memory, threads = FreedMemory(lifecycle, workers), blas_threads()
     await asyncio.to_thread(give_back_freed_memory)  # memory that loading freed
     while True:

@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 # Minimum size of a text for heavy work. A tokenizer takes 0.1 s for this size.
 HEAVY_BYTES = 1 << 18
-# Maximum number of requests whose images are loaded or wait for it. Each holds its body and its files. Each has a
-# thread, because only requests in threads take turns at decoding.
+# Maximum number of requests whose images are being loaded or wait to be loaded. Each request holds its body and its
+# files in memory. Each has a thread, because only requests in threads take turns at decoding.
 _MAX_LOADING = 64
 
 

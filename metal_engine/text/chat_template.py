@@ -42,7 +42,7 @@ Message = dict[str, Any]
 
 
 class RenderedTooLongError(ValueError):
-    """Raised if a rendered text has too many characters for the context, however it is tokenized."""
+    """Raised if a rendered text has more than ``max_chars`` characters (see :func:`render`)."""
 
 
 def render(
@@ -211,7 +211,7 @@ def plain(value: Any) -> Any:
 
 
 def _size(value: Any) -> int:
-    """Return the units of work for reading the whole value."""
+    """Return the cost of reading a whole value, in the units of work of :class:`Budget`."""
     total, waiting = 0, [value]
     while waiting:
         item = waiting.pop()
@@ -238,7 +238,8 @@ def _to_continue(
         source: source of the chat template.
 
     Raises:
-        ValueError: the last message has no such text, or the template cannot continue it.
+        ValueError: the last message has no text in the field, the template does not use the field, or a generation
+            prompt is requested, too.
     """
     if variables.get("add_generation_prompt"):
         raise ValueError("continue_final_message and add_generation_prompt exclude each other")
@@ -263,7 +264,7 @@ def _to_continue(
 
 
 def _cut(rendered: str, final: str) -> str:
-    """Return the rendered text up to the tag. Raises ValueError if the template left out the message ``final``."""
+    """Return the rendered text up to the tag. Raises ValueError if it lacks ``final``, the text of the last message."""
     at = rendered.rfind(_CONTINUE_HERE.strip())
     if at < 0 or final.strip() not in rendered:
         raise ValueError("the chat template leaves out the final message, so it cannot be continued")

@@ -334,7 +334,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def _changed(value: Any, change: Callable[[str, bool], str], is_answer: bool) -> Any:
-    """Return plain data with ``change`` applied to each of its texts."""
+    """Return plain data with each text, including keys, replaced by ``change(text, is_answer)``."""
     if isinstance(value, str):
         return change(value, is_answer)
     if isinstance(value, dict):

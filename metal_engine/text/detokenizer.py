@@ -62,7 +62,7 @@ class Detokenizer:
         return text
 
     def add(self, token_id: int) -> str:
-        """Return the text that ``token_id`` completes. It is empty while a character is incomplete."""
+        """Return the whole characters that ``token_id`` completes; an empty string if it completes none."""
         try:
             text = self._stream.step(self._backend, token_id)
         except Exception as error:  # noqa: BLE001  (tokenizers raises a bare Exception from Rust)

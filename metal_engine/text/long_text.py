@@ -33,7 +33,7 @@ _MAX_CACHED_WORDS = 1 << 10
 
 
 class TextTooLongError(ValueError):
-    """Raised for a text that does not fit into the context, however it is tokenized.
+    """Raised for a text that has too many tokens, or too many characters to be encoded.
 
     Attributes:
         name: name of the argument with the text; None if the caller has passed only one text.

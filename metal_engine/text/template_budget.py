@@ -20,7 +20,7 @@ _LOOK_EVERY = 1 << 22
 
 
 class TemplateBudgetError(Exception):
-    """Raised if a rendering takes too long or writes too much."""
+    """Raised if a rendering takes too long, writes too much, or uses an operation whose cost has no bound."""
 
 
 class Budget:

@@ -97,9 +97,10 @@ class Tokenizer:
         return "tool_use" in self._templates or any("tools" in text for text in self._templates.values())
 
     def limited(self, max_tokens: int, context_length: int | None = None) -> Tokenizer:
-        """Return a copy that refuses texts of more than ``max_tokens`` tokens.
+        """Return a copy that refuses long texts of more than ``max_tokens`` tokens.
 
-        The copy raises :class:`TextTooLongError` early. Encoding such a text completely could take half a minute.
+        The copy raises :class:`TextTooLongError` early, because encoding a long text completely could take half a
+        minute. A short text, which one call can encode, may have more than ``max_tokens`` tokens.
 
         Args:
             context_length: context length for error messages, in tokens. Default: ``max_tokens``.

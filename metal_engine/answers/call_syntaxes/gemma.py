@@ -124,7 +124,7 @@ def _after_comma(text: str, at: int, end: str) -> int:
 
 
 def _repeated(item: str, low: int, high: int | None) -> str:
-    """Return a Lark expression for ``low`` to ``high`` occurrences of an expression; None: no upper limit."""
+    """Return a Lark expression for ``low`` to ``high`` occurrences of ``item``. ``high`` is None for no limit."""
     return "" if high == 0 else f"({item}){{{low},{'' if high is None else high}}}"
 
 
@@ -188,7 +188,11 @@ class _Values:
         return self._referenced[""]
 
     def _merged(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return a schema with the keywords of the members of its ``allOf``."""
+        """Return a copy of a schema with the keywords of the members of its ``allOf`` in place of ``allOf``.
+
+        A keyword of a later member replaces the same keyword of an earlier member. Keywords of the schema itself
+        replace both.
+        """
         merged: dict[str, Any] = {}
         for one in (*listed(schema, "allOf"), {key: value for key, value in schema.items() if key != "allOf"}):
             while isinstance(one, dict) and set(one) == {"$ref"}:

@@ -224,7 +224,11 @@ DEEPSEEK_V31 = _deepseek("", "<｜tool▁sep｜>", "")
 
 
 def _harmony_call(rules: Rules, tools: Sequence[ToolSchema], header: str) -> str:
-    """Return the definition of a call. ``header`` is a Lark expression for the message's header after the recipient."""
+    """Return the definition of the rule ``call``.
+
+    Args:
+        header: Lark expression for the message's header after the recipient.
+    """
     kind = f'(" "? {mark("<|constrain|>")} "json" | " json")?'
     calls = [
         f"{string(checked_name(_RECIPIENT, tool.name))} {header} {kind} {mark('<|message|>')} {_object(rules, tool)}"

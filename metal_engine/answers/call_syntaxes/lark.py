@@ -26,7 +26,10 @@ def string(text: str) -> str:
 
 
 def mark(text: str) -> str:
-    """Return ``@"text"``, a reference to a text that may contain special tokens."""
+    """Return ``@"text"``, which stands for a text that may contain special tokens.
+
+    :mod:`metal_engine.grammars.marks` replaces it by the special tokens of a vocabulary.
+    """
     return "@" + json.dumps(text, ensure_ascii=False)
 
 
@@ -165,7 +168,10 @@ class Rules:
     def trigger(
         self, mark: str, call: str, heads: tuple[tuple[str, str], ...] = (), *, is_whole: bool = False
     ) -> CallTrigger:
-        """Return the trigger of a mark. Its grammar has these rules, and a rule ``call`` with the given definition."""
+        """Return the trigger of a mark. Its grammar has these rules, and a rule ``call`` with the definition ``call``.
+
+        ``heads`` and ``is_whole`` are attributes of :class:`metal_engine.output_phases.CallTrigger`.
+        """
         lines = [f"call: {call}"]
         for name, definition in self._named.items():
             lines.append(f"{name}: {definition}")

@@ -86,7 +86,7 @@ class PythonicSyntax:
         return marked, rules.trigger("[", f"{bare} {more}", heads, is_whole=True)
 
     def _calls(self, rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> tuple[str, str, dict[str, str]]:
-        """Return a rule for one call, a rule for all text after the first call, and rules for the tools' arguments."""
+        """Return a rule for one call, a rule for all text after it, and rules for the arguments by name of the tool."""
         arguments = {}
         for tool in tools:
             listed = rules.arguments(tool, partial(self._arguments, rules))

@@ -28,8 +28,8 @@ def text_terminal(rules: Rules, tool: ToolSchema, schema: Any, *, end: str, with
         rules: rules to which terminals are added.
         tool: tool to which the schema belongs.
         schema: schema of the value.
-        end: text that ends the value. Strings of a limited form do not contain ``end``. Strings of any form end at the
-            first ``end``.
+        end: text that ends the value. If the schema limits the strings, the terminal excludes strings that contain
+            ``end``. If the schema allows every string, the terminal includes them: the value ends at the first ``end``.
         without: regular expressions, in slashes, for texts that are not allowed.
     """
     strings = _Strings(rules, tool, [containing(end), *without])
@@ -47,7 +47,7 @@ def length_limits(schema: dict[str, Any], low: str, high: str) -> tuple[int, int
 
 
 def is_limited(tool: ToolSchema, schema: Any) -> bool:
-    """Return True if a schema allows only some strings."""
+    """Return True if a schema allows only some strings, or none."""
     return _Strings(Rules(), tool).terminal(schema, 0) != _Strings(Rules(), tool).any_text
 
 
@@ -108,7 +108,7 @@ class _Strings:
 
 
 def _terminal_of(pattern: str) -> str | None:
-    """Return the regular expression of a terminal for a JSON schema's pattern; None if there is none.
+    """Return the regular expression of a terminal for a JSON schema's pattern; None if a terminal cannot express it.
 
     A JSON schema's pattern may match anywhere in a text, whereas a terminal matches the whole text.
     """

@@ -109,7 +109,7 @@ MINICPM5 = _MiniCPM5(
 
 
 class _TypedTagSyntax(TagSyntax):
-    """Form of calls whose opening tags of arguments name the types of the values."""
+    """Form of calls in which the opening tag of an argument names the type of the value."""
 
     def _text(self, rules: Rules, tool: ToolSchema, schema: Any) -> str | None:
         """Return the name of a terminal for the strings that a schema allows; None if the form cannot express any."""

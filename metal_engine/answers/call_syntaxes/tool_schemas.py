@@ -107,7 +107,7 @@ class ToolSchema:
             return True
 
     def alone(self, schema: Any) -> Any:
-        """Return a copy of a part of the tool's schema that contains the targets of its references.
+        """Return a copy of a part of the tool's schema, with the targets of its references in the copy's ``$defs``.
 
         Raises:
             NotExpressibleError: there are too many references.
@@ -224,7 +224,7 @@ class _Properties:
     Attributes:
         schemas: schemas of each property, all of which apply.
         required: names of the required properties, in order.
-        others: schema of other properties.
+        others: schema of other properties; False if they are not allowed.
     """
 
     def __init__(self) -> None:

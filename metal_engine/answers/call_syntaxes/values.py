@@ -78,7 +78,8 @@ class RawValues:
     Args:
         end: text that ends a value.
         without: texts that a string does not contain.
-        hidden: beginning of strings that the reader decodes. Strings of a limited form do not begin with it.
+        hidden: beginning of strings that the reader decodes, such as ``<![CDATA[``; empty if there are none. If a
+            schema limits the strings, the grammar excludes strings that begin with it.
         pad: text that may precede and follow each value.
         python: True if the format also writes ``True``, ``False`` and ``None``.
         untyped: JSON types of values whose schema allows every type.
@@ -103,7 +104,7 @@ class RawValues:
         self._untyped = untyped
 
     def grammar(self, rules: Rules, tool: ToolSchema, schema: Any) -> str:
-        """Return a Lark expression for the values that a schema allows, and the text that ends them.
+        """Return the name of a rule for a value that a schema allows, followed by the text that ends the value.
 
         Raises:
             NotExpressibleError: the format cannot express any value.
@@ -153,7 +154,7 @@ class RawValues:
         return None if value is None else (value, end + len(self._end))
 
     def _scalar(self, text: str, kinds: frozenset[str], tool: ToolSchema, schema: Any) -> str | None:
-        """Return a string, a number, a boolean or null as JSON text; None if its type does not fit the schema."""
+        """Return the JSON text of the string, number, boolean or null that ``text`` spells; None if no type fits."""
         if self._pad:
             text = text.removeprefix(self._pad).removesuffix(self._pad)
         stripped = text.strip(_SPACE)

@@ -97,7 +97,7 @@ class MessagesEndpoint(BaseChatEndpoint):
 
 
 def _block(delta: AnswerDelta) -> dict[str, Any]:
-    """Return the empty content block that begins with a delta."""
+    """Return the empty content block for the event that begins the block of ``delta``."""
     if isinstance(delta, CallStart):
         return {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
     if isinstance(delta, TextDelta) and delta.kind == "content":

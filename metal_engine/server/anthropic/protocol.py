@@ -174,7 +174,7 @@ def _output_format(body: CountTokensBody) -> OutputFormat | None:
 def _thinking_budget(body: CountTokensBody) -> int | None:
     """Return the maximum number of tokens of the reasoning; None for no limit.
 
-    Raises APIError, a 400, for a value out of range, or if reasoning is not enabled.
+    Raises APIError, a 400, for a budget out of range, or for a budget if the type of ``thinking`` is not ``enabled``.
     """
     thinking = body.thinking
     if thinking is None or thinking.budget_tokens is None:
@@ -242,7 +242,10 @@ def _problem(error: Exception) -> str:
 
 
 def _user_turn(content: str | list[dict[str, Any]], place: str) -> list[Message]:
-    """Convert a user turn. Tool results come first, as separate messages, because chat templates expect that."""
+    """Convert a user turn. Tool results come first, as separate messages, because chat templates expect that.
+
+    Raises as :func:`_content`.
+    """
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     results: list[Message] = []
@@ -268,12 +271,17 @@ def _result(content: str | list[dict[str, Any]], place: str) -> str | list[Part]
 
 
 def _with_error(content: str | list[Part]) -> str | list[Part]:
-    """Return the content of the result of a failed call."""
+    """Return the content of a tool result with ``Error:`` before it, for a call that failed."""
     return f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error:"}, *content]
 
 
 def _content(blocks: list[tuple[dict[str, Any], str]]) -> str | list[Part]:
-    """Convert blocks, each with its path in the request, to a text, or to parts if there are images."""
+    """Convert blocks, each with its path in the request, to a text, or to parts if there are images.
+
+    Raises:
+        APIError: status 400, for an invalid image.
+        ValueError, KeyError, TypeError: a block has an unsupported type, or lacks a field.
+    """
     if all(block["type"] != "image" for block, _ in blocks):
         return _text([block for block, _ in blocks], _CONTENT)
     parts: list[Part] = []

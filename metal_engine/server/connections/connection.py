@@ -208,8 +208,9 @@ class Connection(HttpToolsProtocol):
         """
         self._refused = True
         if self._num_answering > (self._phase == "body"):
-            # Responses to earlier requests come first. A queue for this error alone is not worthwhile, so the
-            # connection closes after those responses.
+            # Responses to earlier requests come before this error, and a queue for the error alone is not worthwhile.
+            # The connection therefore closes after those responses. If the body of this request is arriving, the
+            # connection closes immediately, and the client loses the rest of those responses.
             self.cycle.keep_alive = False
             if self._phase == "body":
                 self.transport.close()

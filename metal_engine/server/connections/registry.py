@@ -31,7 +31,7 @@ class Closable(Protocol):
         """Close the connection at once, because another connection needs its place."""
 
     def check_time(self, now: float) -> None:
-        """Close the connection if the client has exceeded a time limit. ``now`` is the event loop's clock."""
+        """Close the connection if the client has exceeded a time limit. ``now`` is a time of the event loop's clock."""
 
 
 class Connections:

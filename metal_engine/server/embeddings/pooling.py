@@ -57,7 +57,8 @@ class Pooled:
 
     Attributes:
         request_id: id of the client's request.
-        vectors: one vector for each prompt, in order, [D] float32; or the prompt's logits, if the task requested them.
+        vectors: one vector for each prompt, in order, [D] float32. If the parameters have ``token_ids``, the logits of
+            these D tokens.
         num_prompt_tokens: number of tokens of all prompts.
     """
 
@@ -117,7 +118,7 @@ async def embed(
         max_values: maximum number of elements of all vectors together.
 
     Raises:
-        APIError: as :func:`pool`.
+        APIError, EngineDeadError: as :func:`pool`.
     """
     return await pool(
         pooling,
@@ -138,6 +139,7 @@ async def pool(pooling: PoolingRequest, task: PoolingTask, num_prompts: int) -> 
     Raises:
         APIError: the prompts cannot be served: 4xx with the field at fault, 500 or 503 if the engine fails or too many
             requests wait, or 504 if they take too long.
+        EngineDeadError: the engine has stopped.
     """
     served = pooling.served
     engine = served.engine
@@ -226,9 +228,9 @@ class _Run:
         self._timed_out = False
 
     async def outputs(self) -> list[RequestOutput]:
-        """Return the only output of each request, in order. If one fails, abort the others and raise APIError.
+        """Return the only output of each request, in order. If one fails, abort the others and raise its error.
 
-        Releases the reservation at the end.
+        The error is an APIError, or an EngineDeadError if the engine has stopped. Releases the reservation at the end.
         """
         timer = None
         if self._timeout:

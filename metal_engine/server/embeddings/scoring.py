@@ -50,6 +50,7 @@ async def score(pooling: PoolingRequest, pairs: Pairs, id_prefix: str) -> Scores
 
     Raises:
         APIError: the model is neither a reranker nor an embedding model, or the pairs cannot be served.
+        EngineDeadError: the engine has stopped.
     """
     served = pooling.served
     model = served.engine.config.model
@@ -98,7 +99,10 @@ async def _by_reranker(pooling: PoolingRequest, reranker: RerankerConfig, pairs:
 def _reranker_prompts(
     reranker: RerankerConfig, pairs: Pairs, tokenizer: Tokenizer, max_model_len: int
 ) -> list[list[int]]:
-    """Return prompts in the model card's format. Truncation removes the end of the document."""
+    """Return the token ids of a prompt for each pair, in the model card's format.
+
+    Truncation removes the end of the document. Raises APIError, a 400, if the limit leaves no room for a document.
+    """
     prefix = tokenizer.encode(reranker.prefix, add_special_tokens=False)
     suffix = tokenizer.encode(reranker.suffix, add_special_tokens=False)
     limit = pairs.truncate_prompt_tokens

@@ -296,10 +296,10 @@ class Generation:
 
     @property
     def kv_handover(self) -> KVTransferHandover | None:
-        """``kv_transfer_params`` for the engine that continues with the prompt; None if this engine keeps the request.
+        """Value of ``kv_transfer_params`` in the response; None unless another engine continues with the prompt.
 
-        The engine computes the KV for another engine if it saves KV, and if its KV role is ``kv_producer`` or the
-        request demands it.
+        Another engine continues if this engine saves KV, and if its KV role is ``kv_producer`` or the request has
+        ``do_remote_decode``.
         """
         is_for_others = self.engine.config.kv_role == "kv_producer" or self.options.do_remote_decode
         return KVTransferHandover() if is_for_others and self.engine.config.saves_kv else None
@@ -350,7 +350,7 @@ def _hide_output(output: RequestOutput) -> None:
 
 
 def finish_reason(output: RequestOutput) -> FinishReason | None:
-    """Return OpenAI's finish reason of an output that is not a failure."""
+    """Return OpenAI's finish reason of an output that is not a failure; None if the request continues."""
     match output.finish_reason:
         case "stop" | "length" | None as reason:
             return reason

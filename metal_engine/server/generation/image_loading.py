@@ -68,7 +68,10 @@ def _image_preparer(served: ServedModel, sources: Sequence[ImageSource]) -> Imag
 
 @contextmanager
 def _errors_as_api_errors(sources: Sequence[ImageSource]) -> Iterator[None]:
-    """Within this context, convert errors to an APIError that names the image."""
+    """Within this context, convert errors of loading and inserting images to an APIError.
+
+    It has the place of the image for ImageError, status 400 for PromptError, and status 503 for OverloadedError.
+    """
     try:
         yield
     except ImageError as error:

@@ -90,7 +90,7 @@ class ModelProvider(ABC):
     @property
     @abstractmethod
     def is_restarting(self) -> bool:
-        """True if no request can be computed, because a new engine is started."""
+        """True while requests wait for a new engine, because the engine before it has ended."""
 
     @abstractmethod
     def check(self, model: str | None) -> None:
@@ -100,7 +100,7 @@ class ModelProvider(ABC):
     def is_ready(self, model: str | None) -> bool:
         """Return True if :meth:`use` would not have to wait.
 
-        Raises as :meth:`check`, and a 503 if the request may not wait.
+        Raises as :meth:`check`, and APIError, a 503, if too many requests wait for the model already.
         """
 
     @abstractmethod
@@ -124,7 +124,8 @@ class ModelProvider(ABC):
     def detached(self, request: Request, model: str | None) -> Iterator[Request]:
         """Yield a copy of ``request`` for work that may continue after the response was sent.
 
-        Models that the work uses through the copy stay loaded until the context ends.
+        Models that the work uses through the copy stay loaded until the context ends. With several models, an unknown
+        name raises as :meth:`check`.
 
         Args:
             model: name of the model that the request uses.

@@ -125,8 +125,9 @@ def unknown_parameters(body: RequestModel) -> list[str]:
 
 
 def _message_fields(body: RequestModel) -> Iterator[tuple[str, Any]]:
-    """Yield undeclared fields of messages and their content parts, as ``messages.name`` and
-    ``messages.content.name``.
+    """Yield the name and the value of each undeclared field of messages and of their text parts.
+
+    The names have the forms ``messages.NAME`` and ``messages.content.NAME``.
     """
     for message in body.messages if isinstance(body, ChatCompletionBody) else ():
         for name, value in (message.model_extra or {}).items():

@@ -140,9 +140,9 @@ class Endpoint(ABC, Generic[BodyT]):
         return None
 
     def predicted(self, body: BodyT, tokenizer: Tokenizer) -> list[int]:
-        """Return the token ids of the client's predicted output.
+        """Return the token ids of the client's predicted output; an empty list if the client predicts nothing.
 
-        Runs in a thread. Raises APIError if it is too long.
+        Runs in a thread. Raises APIError if the text cannot be tokenized, for example because it is too long.
         """
         return []
 
@@ -156,11 +156,12 @@ class Endpoint(ABC, Generic[BodyT]):
         return params
 
     def explained(self, error: ParameterError, compile_grammar: Callable[[SamplingParams], object]) -> ParameterError:
-        """Return the error about a grammar from :meth:`adjust`, with the field at fault.
+        """Return an error that names the field at fault, if :meth:`adjust` has made the grammar that failed.
 
-        Runs in a thread.
+        For any other grammar, return ``error`` itself. Runs in a thread.
 
         Args:
+            error: error of compiling the grammar of the adjusted parameters.
             compile_grammar: compiles the grammar of sampling parameters. Raises ParameterError on failure.
         """
         return error
@@ -171,7 +172,10 @@ class Endpoint(ABC, Generic[BodyT]):
 
     @abstractmethod
     def response(self, generation: Generation) -> BaseModel:
-        """Return the response to a request that does not stream, once the generation is complete."""
+        """Return the response to a request that does not stream. Called after :meth:`Generation.read`.
+
+        Runs in a thread if the response is long (:attr:`Generation.is_long`).
+        """
 
     def begin(self, generation: Generation) -> bytes:
         """Return the first events of a stream, before there is any output."""

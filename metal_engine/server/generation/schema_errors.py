@@ -43,9 +43,10 @@ def with_place(
     structured: StructuredOutputsParams | None,
     compile_grammar: Callable[[SamplingParams], object],
 ) -> ParameterError:
-    """Return the error about a structured output with the innermost part of the JSON schema that causes it.
+    """Return ``error`` with the place of the innermost part of the JSON schema that cannot be compiled.
 
-    Errors about other grammars, and about schemas that take too long to compile, are returned unchanged.
+    The search compiles parts of the schema for up to ``_MAX_SECONDS``. The result is ``error`` itself unless the
+    compiler has refused a JSON schema within its limits.
 
     Args:
         error: error of compiling the structured output.
@@ -118,7 +119,7 @@ def _faulty_part(
 
 
 def _moved(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a part of a schema whose references point to the whole schema at ``_ROOT``."""
+    """Return a copy of a part of a schema, with references into the copy of the whole schema at ``_ROOT``."""
     copy: dict[str, Any] = moved(part, lambda reference: _ROOT + reference[1:])
     return copy
 

@@ -25,7 +25,8 @@ _WRONG_KEY = "Incorrect API key provided"
 def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
     """Wrap ``app``: require one of the keys, as ``Authorization: Bearer`` or as ``x-api-key``.
 
-    Requests of probes and requests for the page's files need no key. Sets ``WITHOUT_KEY`` in the scope.
+    Requests of probes and requests for the page's files need no key. Sets ``WITHOUT_KEY`` in the scope: True for a
+    request without a valid key.
     """
     # Digests have the same length, so the time of a comparison does not reveal the length of a key.
     wanted = [hashlib.sha256(key.encode()).digest() for key in api_keys]

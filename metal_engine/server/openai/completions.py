@@ -44,7 +44,11 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
             raise invalid_prompt(error, "prompt") from error
 
     def _infilling(self, body: CompletionBody, prompts: list[str | list[int]], tokenizer: Tokenizer) -> list[list[int]]:
-        """Return prompts for filling in the text between each prompt and the suffix."""
+        """Return the token ids of prompts that ask for the text between each prompt and the suffix.
+
+        Stores the place of each prompt in its token ids, and the tokens that end the output. Raises APIError, a 400, if
+        the model or the request does not support it, and ValueError for a prompt that cannot be tokenized.
+        """
         if tokenizer.infilling is None:
             problem = " is not supported: the model's tokenizer has no tokens for filling in the middle"
             raise invalid(problem, where="suffix", code="unsupported_parameter")
@@ -65,7 +69,7 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
         return [ids for ids, _ in made]
 
     def adjust(self, params: SamplingParams) -> SamplingParams:
-        """Add the tokens that end an infilling."""
+        """Add the tokens that end an infilling to the stop tokens."""
         if not self._ends:
             return params
         return params.changed(stop_token_ids=(*params.stop_token_ids, *self._ends))

@@ -102,7 +102,7 @@ class EventLog:
             self._readers.discard(changed)
 
     def _take(self, position: int) -> tuple[bytes, int]:
-        """Return encoded events for one write, from the sequence number ``position`` on, and the number after them."""
+        """Return the encoded events from ``position`` on, for one write, and the sequence number of the next event."""
         index = bisect_right(self._starts, position) - 1
         events = self._entries[index].split(_END_OF_EVENT)[position - self._starts[index] :]
         data = _END_OF_EVENT.join(events)

@@ -60,7 +60,11 @@ class ResponseItems:
         return events
 
     def close(self, status: str = "completed") -> list[Event]:
-        """End the open item, if there is one. Return the events about its end."""
+        """End the open item, if there is one. Return the events about its end.
+
+        Args:
+            status: status of the item. A call whose arguments are not valid JSON gets ``incomplete`` instead.
+        """
         kind, self._open = self._open, None
         text = "".join(self._text)
         self._text = []

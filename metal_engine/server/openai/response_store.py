@@ -49,7 +49,10 @@ class ResponseStore:
         return len(self._stored)
 
     def put(self, state: ResponseState) -> None:
-        """Store a finished response. Drop the least recently used responses if necessary."""
+        """Store a finished response. Drop the least recently used responses if necessary.
+
+        A response that is larger than the store is dropped itself, after all other finished responses.
+        """
         with self._lock:
             self._add(state)
             self._make_room()

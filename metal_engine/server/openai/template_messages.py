@@ -39,7 +39,8 @@ def template_messages(
         parser: parser of the model's own format of calls, if there is one.
 
     Raises:
-        APIError: status 400, for unsupported content, or a call without a name that has to become text.
+        APIError: status 400, for missing or unsupported content, for arguments of calls that are too complex, or for a
+            call without a name that has to become text.
     """
     as_text = any(message.role == "tool" or message.tool_calls for message in messages) and not (
         tokenizer.template_takes_tools or tokenizer.template_mentions("tool_calls")
@@ -91,9 +92,10 @@ def ignores_effort(options: ReasoningOptions, tokenizer: Tokenizer) -> bool:
 
 
 def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
-    """Return the flags that decide whether the prompt ends with the start of a new assistant message.
+    """Return the template's flags about the end of the prompt.
 
-    The alternatives are the end of the last message, and the last message without an end for the model to continue.
+    A prompt ends with the start of a new assistant message. With ``add_generation_prompt: false``, it ends with the
+    last message. With ``continue_final_message``, it ends within the last message, which the model continues.
 
     Raises:
         APIError: status 400, if the fields conflict, or the message to continue is not the assistant's.
@@ -111,7 +113,7 @@ def _with_calls_as_text(messages: list[dict[str, Any]], parser: ToolParser | Non
     """Return messages for a template that supports neither calls nor results. Changes the given messages.
 
     Results become user messages. User text after a result is joined to it, because some templates require alternating
-    roles.
+    roles. Raises as :func:`_written`.
     """
     result: list[dict[str, Any]] = []
     results: list[Content] = []
@@ -162,7 +164,7 @@ def _template_message(index: int, message: ChatMessage, arguments: ContentLimits
         arguments: limits for parsing the arguments of calls to objects; None to leave calls unchanged.
 
     Raises:
-        APIError: status 400, for unsupported content.
+        APIError: status 400, for missing or unsupported content, or for arguments that exceed the limits.
     """
     if message.content is None and message.role != "assistant":
         raise invalid(f" is required for the role {message.role}", where=f"messages[{index}].content")

@@ -13,7 +13,8 @@ from metal_engine.engine.step_observer import Frame, SeenRequest, StepRow, StepS
 from metal_engine.request import client_id
 from metal_engine.server.page.pool_mirror import BlockRun, runs_of
 
-# Bits in the flags of a segment, which describes one request's tokens in a step.
+# Bits in the flags of a segment, which describes one request's tokens in a step. ``FRESH``: the request is new in this
+# step. ``SAMPLES``: the step samples or pools for the request.
 FRESH = 1
 SAMPLES = 2
 # Number of characters of a request's id in events. Clients can recognize their own ids, but cannot learn other ids.

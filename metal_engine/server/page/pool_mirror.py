@@ -32,7 +32,7 @@ def runs_of(block_ids: Iterable[int]) -> list[BlockRun]:
 
 
 class PoolMirror:
-    """Copy of the pool's state, updated from frames.
+    """Copy of the pool's state, updated from frames (:class:`metal_engine.engine.step_observer.Frame`).
 
     Args:
         num_blocks: number of blocks in the pool.

@@ -39,7 +39,10 @@ class Viewer:
         self._has_more = asyncio.Event()
 
     def put(self, data: bytes) -> None:
-        """Append an event. If the queue is full, drop all events and request a new snapshot."""
+        """Append an event. If the queue is full, drop all events and request a new snapshot.
+
+        Drops the event if the viewer needs a snapshot: the snapshot will contain the change.
+        """
         if not self.must_begin:
             self._unread.append(data)
             self._num_bytes += len(data)
@@ -127,7 +130,10 @@ class Viewers:
             self._leave(viewer)
 
     async def _snapshot(self, viewer: Viewer) -> AsyncGenerator[bytes, None]:
-        """Yield the current state of the pool. Later frames wait until this snapshot is complete."""
+        """Drop the viewer's unread events, and yield the events that describe the current state.
+
+        Later frames stay in the viewer's queue until the snapshot is complete.
+        """
         viewer.take()
         viewer.must_begin = False
         mirror = self._mirror

@@ -78,7 +78,7 @@ class ServerMetrics:
         self._registry.register(collector)
 
     def reject(self, status: int, code: str | None, model: str | None = None) -> None:
-        """Count a rejected request under the reason that follows from its error status. Ignores other statuses.
+        """Count a rejected request under the reason that follows from its status. Ignores statuses without a reason.
 
         Args:
             status: HTTP status of the error.
