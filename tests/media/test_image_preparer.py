@@ -38,8 +38,7 @@ from tests.support.serving import wait_until
 IMAGE = 7
 VISION = replace(image_serving.VISION, image_token_id=IMAGE)
 _UNIT = 1 if sys.platform == "darwin" else 1024
-# Of glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 @pytest.fixture(scope="module")
@@ -93,18 +92,6 @@ def test_hostile_files_are_named(preparer: ImagePreparer, name: str) -> None:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * _UNIT < 16 << 20
 
 
-def reset_malloc() -> None:
-    """Return freed memory to the system, and future freed memory as early as a new process does.
-
-    Otherwise, the growth of a fork would depend on what earlier tests allocated and freed.
-    """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.malloc_trim(0)
-        libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
-        libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
-
-
 def run_forked(data: bytes, seconds: float = 30.0, vision: VisionConfig = VISION) -> tuple[list[bytes], int]:
     """Process a file in a fork. Return its answers and its exit status."""
     ours, theirs = socket.socketpair()
@@ -114,7 +101,8 @@ def run_forked(data: bytes, seconds: float = 30.0, vision: VisionConfig = VISION
     if pid == 0:
         try:
             ours.close()
-            reset_malloc()
+            if sys.platform == "linux":  # large blocks that this process freed have raised the threshold
+                ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
             decoder_process.serve_images(theirs, families)
         finally:
             os._exit(0)
@@ -133,6 +121,7 @@ def run_forked(data: bytes, seconds: float = 30.0, vision: VisionConfig = VISION
     return answers, os.waitpid(pid, 0)[1]
 
 
+@pytest.mark.own_process  # memory that earlier tests freed would be reused, or kept
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])
 def test_large_webp_files_are_decoded_within_the_memory(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the largest image in a quarter of the memory."""
@@ -169,6 +158,7 @@ def test_a_process_that_takes_too_long_is_ended(limit: str, monkeypatch: pytest.
     assert len(answers) == 1 and os.WTERMSIG(status) == signal.SIGPROF
 
 
+@pytest.mark.own_process
 def test_a_process_that_grows_too_much_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     file = png(8000, 8000, bits=8, channels=3)
     answers, status = run_forked(file)
