@@ -25,7 +25,7 @@ from tests.server.test_errors import check_error, sse_events
 from tests.support.fake_process import DEADLY, ENDLESS
 from tests.support.serving import DEADLINE, wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 STREAM = {"prompt": "a", "max_tokens": 90_000, "stream": True}
 
 
