@@ -128,7 +128,7 @@ def test_a_restart_is_visible_and_harmless(tmp_path: Path) -> None:
 
 
 def check_restart(served: Served, delay: Path) -> None:
-    """Check what clients see of a restart, which lasts as long as the file ``delay`` exists."""
+    """Check the responses during a restart. The restart lasts while the file ``delay`` exists."""
     with httpx.stream("GET", served.url + "/watch", timeout=DEADLINE) as watch:
         events = (json.loads(line[6:]) for line in watch.iter_lines() if line.startswith("data: "))
         views = (event["stats"]["restarting"] for event in events if "stats" in event)

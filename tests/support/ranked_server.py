@@ -30,7 +30,7 @@ def children_of(pid: int) -> list[int]:
             text = stat.read_text()
         except OSError:  # the process has ended
             continue
-        fields = text.rpartition(")")[2].split()  # from the state on, the third field of the file
+        fields = text.rpartition(")")[2].split()  # the third field and the fields after it
         if int(fields[1]) == pid:
             found.append((int(fields[19]), int(stat.parent.name)))  # start time, id
     return [child for _, child in sorted(found)]

@@ -6,6 +6,6 @@ from tools.fixtures.ports import free_port
 
 
 def test_no_other_server_or_connection_gets_the_port() -> None:
-    """Ports from 32768 on are those that Linux chooses by itself, for any other test."""
+    """Linux chooses ports from 32768 on for connections, and for servers with port 0."""
     ports = {free_port() for _ in range(100)}
     assert len(ports) == 100 and max(ports) < 32_768
