@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -118,18 +119,21 @@ def test_the_end_of_the_engine_is_an_error_for_every_request(stream: bool) -> No
         assert served.server.exit_status == 1
 
 
-def test_a_restart_is_visible_and_harmless() -> None:
-    with serve(engine=started("fake", max_restarts=10), args=ServerArgs(max_num_queued_reqs=1)) as served:
-        check_restart(served)
+def test_a_restart_is_visible_and_harmless(tmp_path: Path) -> None:
+    delay = tmp_path / "delay"
+    engine = started("fake", max_restarts=10, delayed_by=str(delay))
+    with serve(engine=engine, args=ServerArgs(max_num_queued_reqs=1)) as served:
+        check_restart(served, delay)
         served.wait_until_idle()
 
 
-def check_restart(served: Served) -> None:
-    """Check what clients see of a restart."""
+def check_restart(served: Served, delay: Path) -> None:
+    """Check the responses during a restart. The restart lasts while the file ``delay`` exists."""
     with httpx.stream("GET", served.url + "/watch", timeout=DEADLINE) as watch:
         events = (json.loads(line[6:]) for line in watch.iter_lines() if line.startswith("data: "))
         views = (event["stats"]["restarting"] for event in events if "stats" in event)
         assert next(views) is False
+        delay.touch()
         os.kill(pid_of(served.engine), signal.SIGKILL)
         wait_until(lambda: served.engine.is_restarting, "the end of the process")
         assert httpx.get(served.url + "/ready").status_code == 503
@@ -141,6 +145,7 @@ def check_restart(served: Served) -> None:
             wait_until(lambda: served.engine.num_waiting == 1, "the request")
             assert served.engine.is_restarting
             assert served.post("/v1/completions", {"prompt": "abc"}).json()["error"]["code"] == "overloaded"
+            delay.unlink()
             answer = waiting.result()
         assert not all(views)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 5

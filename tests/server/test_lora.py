@@ -286,4 +286,6 @@ def check_growth(served: Served, answers: dict[str, str], root: Path, num_adapte
         after = counted()
     grown = {name: n for name, n in (after[0] - before[0]).items() if n >= num_adapters // 2 and name not in TIMERS}
     assert not grown, "fewer than one for two adapters"
-    assert after[1] <= before[1] + 1024 and after[2:] == before[2:], (before[1:], after[1:])
+    assert after[1] <= before[1] + 1024, (before[1], after[1])
+    # A pool starts another thread if its threads have not yet reported the end of their work.
+    assert all(n < m + num_adapters // 2 for n, m in zip(after[2:], before[2:], strict=True)), (before[2:], after[2:])

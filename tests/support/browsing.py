@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.pool_picture import PoolPicture
-from tests.support.serving import Served
+from tests.support.serving import DEADLINE, Served
 from tools.fixtures.browser import VARIABLE, find_chromium, open_browser
 
 if TYPE_CHECKING:
@@ -67,6 +68,21 @@ def page_of(browser: Browser, served: Served, *, live: bool = True, **options: A
 def is_problem(message: Any) -> bool:
     # The browser itself logs a line for each error response.
     return message.type in ("error", "warning") and "Failed to load resource" not in message.text
+
+
+def hold_after(served: Served, num_steps: int) -> threading.Event:
+    """Stop the engine after this number of steps, until the returned event is set.
+
+    Otherwise, a slow browser would show nothing before the requests end.
+    """
+    going_on = threading.Event()
+
+    def hold(tokens: list[int]) -> None:
+        if served.runner.num_steps > num_steps:
+            assert going_on.wait(DEADLINE), "the browser does not show the step"
+
+    served.runner.error_for = hold
+    return going_on
 
 
 def say(page: Page, text: str) -> None:

@@ -85,8 +85,14 @@ def is_running(process_id: int) -> bool:
 # --- in the process ---
 
 
-def fake(step_time: float = 0.0, **config: Any) -> BuiltEngine:
-    """Return an engine on a fake runner."""
+def fake(step_time: float = 0.0, delayed_by: str = "", **config: Any) -> BuiltEngine:
+    """Return an engine on a fake runner.
+
+    Args:
+        delayed_by: path of a file. The engine is built when the file does not exist.
+    """
+    while delayed_by and Path(delayed_by).exists():
+        time.sleep(0.005)
     settings = fake_config(**config)
     core = EngineCore(settings, FakeRunner(settings.cache.block_size, step_time=step_time))
     return BuiltEngine(core, RequestPreparer(settings, tiny_tokenizer()))

@@ -1,13 +1,15 @@
 """Server process like `metal-engine serve`, but on a fake runner without a model. For tests of shutdown.
 
 ``python -m tests.support.fake_process '{"shutdown_timeout": 1}' 0.01`` takes the settings of ServerArgs and the seconds
-per step. A prompt that contains token 1 kills the engine's thread. The step that computes token 2 never ends.
+per step. A prompt that contains token 1 kills the engine's thread. The step that computes token 2 never ends. After
+SIGUSR1, steps take no time.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 import time
 
@@ -37,7 +39,9 @@ def main() -> None:
     args = ServerArgs(**json.loads(sys.argv[1]))
     config = fake_config(max_model_len=100_000, num_blocks=20_000)
     with one_line_errors(), listen(args) as listener:
-        engine = fake_engine(FakeRunner(config.cache.block_size, _next_token, float(sys.argv[2])), config)
+        runner = FakeRunner(config.cache.block_size, _next_token, float(sys.argv[2]))
+        signal.signal(signal.SIGUSR1, lambda number, frame: setattr(runner, "step_time", 0.0))
+        engine = fake_engine(runner, config)
         sys.exit(run_server(engine, args, ("fake",), listener, on_ready=lambda url: print(url, flush=True)))
 
 

@@ -20,16 +20,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the ids of the child processes of a process (Linux)."""
+    """Return the ids of the child processes of a process, oldest first (Linux).
+
+    Ids are no measure of age: the system begins again with small ids after the largest.
+    """
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = stat.read_text()
         except OSError:  # the process has ended
             continue
-        if int(text.rpartition(")")[2].split()[1]) == pid:
-            found.append(int(stat.parent.name))
-    return found
+        fields = text.rpartition(")")[2].split()  # the third field and the fields after it
+        if int(fields[1]) == pid:
+            found.append((int(fields[19]), int(stat.parent.name)))  # start time, id
+    return [child for _, child in sorted(found)]
 
 
 def is_alive(pid: int) -> bool:

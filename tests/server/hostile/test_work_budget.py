@@ -121,7 +121,8 @@ def test_it_finds_parameters_that_are_checked_for_each_output(
         return [make_params(body, defaults) for _ in range(body.n or 1)].pop()
 
     endpoint, make = SHAPES["allowed tokens and n"]
-    mended = app.work(endpoint.path, make, attempts=ONCE)
+    # The smallest of several counts: a garbage collection in a worker with many objects takes longer than the request.
+    mended = min((app.work(endpoint.path, make, attempts=ONCE) for _ in range(3)), key=lambda work: work.rounds[1])
     monkeypatch.setattr(preparation, "sampling_params", for_each)
     work = app.work(endpoint.path, make, attempts=ONCE)
     assert work.rounds[1] > MANY_TIMES * mended.rounds[1], (work, mended)

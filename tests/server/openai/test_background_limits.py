@@ -111,10 +111,12 @@ def test_shutdown_cancels_what_no_client_reads() -> None:
         unread = client.responses.create(**LONG)
         stream = client.responses.create(**{**LONG, "max_output_tokens": 100}, stream=True)
         begun: Any = next(stream)
+        served.runner.running.clear()  # the server ends when the stream ends
         served.server._shutdown_timeout = DEADLINE
         stopping = asyncio.run_coroutine_threadsafe(served.server.stop(), served.loop)
         wait_for_status(client, unread.id, "cancelled")
         check_error(served.post("/v1/responses", LONG), 503, None, "shutting_down")
+        served.runner.running.set()
         *_, last = stream
         assert (last.type, last.response.id) == ("response.incomplete", begun.response.id)
         stopping.result(DEADLINE)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.settings.server_args import ServerArgs
-from tests.support.browsing import DESK, PHONE, page_of, picture_of, say, texts, wait_for_answer
+from tests.support.browsing import DESK, PHONE, hold_after, page_of, picture_of, say, texts, wait_for_answer
 from tests.support.calling import answering
 from tests.support.serving import Served, serve, wait_until
-from tests.support.speculation import speculative_config
+from tests.support.speculation import propose_from, speculative_config
 from tools.fixtures.fake_engine import fake_config, script, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -61,8 +62,10 @@ def test_an_answer_is_streamed_as_markdown_with_what_it_took(browser: Browser) -
 
 def test_under_an_answer_are_its_accepted_drafts(browser: Browser) -> None:
     """The count does not include drafts of an earlier answer."""
-    config = fake_config(speculative=speculative_config())
+    speculative = speculative_config()
+    config = fake_config(speculative=speculative)
     with serve(script("again and " * 30), config=config, step_time=0.005) as served, page_of(browser, served) as page:
+        propose_from(served.core, NgramProposer(speculative))
         other = {"prompt": "again and again and", "max_tokens": 200}
         assert served.post("/v1/completions", other).status_code == 200
         before = served.engine.metrics.num_draft_tokens, sum(served.engine.metrics.num_accepted_tokens)
@@ -203,11 +206,13 @@ def test_calls_are_shown_and_answered(browser: Browser) -> None:
 def test_a_long_prompt_shows_how_far_it_is(browser: Browser) -> None:
     config = fake_config(max_num_batched_tokens=16)
     with serve(script("yes"), config=config, step_time=0.15) as served, page_of(browser, served) as page:
+        going_on = hold_after(served, 6)
         say(page, "long " * 60)
         page.wait_for_function("() => (document.querySelector('.waiting progress')?.value ?? 0) > 1")
         said = page.locator(".waiting").inner_text()
         assert "computing the prompt" in said and "of 3" in said
         served.runner.step_time = 0.0
+        going_on.set()
         wait_for_answer(page)
         assert not page.locator(".waiting").is_visible()
 
@@ -216,13 +221,14 @@ def test_a_cell_of_several_blocks_says_whose_they_are(browser: Browser) -> None:
     config = fake_config(num_blocks=20_000)
     body = {"prompt": "a prefix that two requests share, of some blocks", "n": 2, "max_tokens": 200}
     with serve(config=config, step_time=0.01) as served, page_of(browser, served) as page, ThreadPoolExecutor() as pool:
+        going_on = hold_after(served, 50)
         asked = pool.submit(served.post, "/v1/completions", body)
         shared = """async () => {
             const { pool } = await import("/page/js/main.js");
             return pool.owners[0]?.length === 2 && pool.requests.size === 2;
         }"""
         wait_until(lambda: page.evaluate(shared), "both requests")
-        served.runner.running.clear()
+        wait_until(lambda: served.runner.num_steps > 50, "the engine to stop")
         page.wait_for_timeout(300)
         page.locator("#blocks").focus()
         page.keyboard.press("ArrowRight")
@@ -239,7 +245,7 @@ def test_a_cell_of_several_blocks_says_whose_they_are(browser: Browser) -> None:
             "async () => [...(await import('/page/js/main.js')).pool.requests.values()].map(one => one.id)"
         )
         assert len(ids) == 2 and all(f"…{one}" in said for one in ids)
-        served.runner.running.set()
+        going_on.set()
         assert asked.result().status_code == 200
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.browsing import page_of
+from tests.support.browsing import hold_after, page_of
 from tests.support.engine_child import pid_of, started
-from tests.support.serving import Served, serve
+from tests.support.serving import Served, serve, wait_until
 from tools.fixtures.fake_engine import fake_config
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ def test_slow_steps_leave_room_for_others(browser: Browser, served: Served) -> N
 def test_a_demonstration_shows_how_far_it_is(browser: Browser) -> None:
     config = fake_config(num_blocks=64, block_size=4, max_model_len=128)
     with serve(config=config, step_time=0.01) as served, page_of(browser, served) as page:
+        going_on = hold_after(served, 20)  # during the demonstration
         page.click("#demo-fill")
         page.wait_for_function("() => document.querySelector('#demo-bar').value > 20")
-        served.runner.running.clear()  # during the demonstration
+        wait_until(lambda: served.runner.num_steps > 20, "the engine to stop")
         bar, said = page.locator("#demo-bar"), page.locator("#demo-counts")
         most = int(bar.get_attribute("max") or 0)
         assert 0 < bar.evaluate("bar => bar.position") < 1
@@ -73,7 +74,7 @@ def test_a_demonstration_shows_how_far_it_is(browser: Browser) -> None:
             ",", "", 1
         )
         served.runner.step_time = 0.0
-        served.runner.running.set()
+        going_on.set()
         page.wait_for_selector("#demo-progress", state="hidden")
         assert "every request got its whole answer" in page.locator("#demo-status").inner_text()
 
