@@ -165,14 +165,18 @@ def mortal(marker: str) -> BuiltEngine:
 def faulty(folder: str, faults: list[str]) -> BuiltEngine:
     """Return a fake engine whose process has the next fault of a list. Later processes have no fault.
 
+    A process that a busy machine ends before its fault leaves the fault to the next process.
+
     Args:
-        folder: folder for counting processes: each process creates a file in it.
+        folder: folder for counting faults: each fault creates a file in it.
         faults: faults while the engine is built (``load``, ``loading``, ``refused``), or in its ninth step (``hang``,
             ``stop``, ``nonsense``, ``device``, ``abort``).
     """
     number = len(list(Path(folder).iterdir()))
-    (Path(folder) / str(number)).touch()
     fault = faults[number] if number < len(faults) else ""
+    begun = Path(folder) / str(number)
+    if fault in ("load", "loading", "refused"):
+        begun.touch()
     if fault == "load":
         killed()
     elif fault == "loading":
@@ -186,7 +190,8 @@ def faulty(folder: str, faults: list[str]) -> BuiltEngine:
         return RuntimeError("[METAL] Command buffer execution failed")
 
     def faulty_step() -> Any:
-        if next(num_steps) >= 8:
+        if fault and next(num_steps) >= 8:
+            begun.touch()
             match fault:
                 case "hang":
                     time.sleep(600)
