@@ -92,12 +92,24 @@ def fake(step_time: float = 0.0, **config: Any) -> BuiltEngine:
     return BuiltEngine(core, RequestPreparer(settings, tiny_tokenizer()))
 
 
-def tiny(template: str = "", **config: Any) -> Any:
+def slowed(engine: Any, step_seconds: float) -> Any:
+    """Make each step of an engine take at least ``step_seconds``, and return the engine."""
+    step = engine.core.step
+
+    def slow_step() -> Any:
+        time.sleep(step_seconds)
+        return step()
+
+    engine.core.step = slow_step
+    return engine
+
+
+def tiny(template: str = "", step_seconds: float = 0.0, **config: Any) -> Any:
     """Return an engine on a tiny model. A template selects the tokenizer of the tests of phases."""
     from tests.server.generation.test_phases import tokenizer
     from tests.support.tiny_engine import tiny_engine
 
-    return tiny_engine(tokenizer=tokenizer(template) if template else None, **config)
+    return slowed(tiny_engine(tokenizer=tokenizer(template) if template else None, **config), step_seconds)
 
 
 def seeing(name: str) -> Any:
@@ -107,7 +119,7 @@ def seeing(name: str) -> Any:
     return make_engine(tiny_vision(name))
 
 
-def keeping(what: str) -> Any:
+def keeping(what: str, step_seconds: float = 0.0) -> Any:
     """Return an engine on a tiny model that keeps more than KV between steps."""
     from tests.support.speculation import draft_model_config, speculative_config
     from tests.support.tiny_engine import tiny_engine, tiny_reference
@@ -117,7 +129,7 @@ def keeping(what: str) -> Any:
         "drafts": {"speculative": speculative_config(), "ahead": True},
         "draft model": {"speculative": draft_model_config(3), "draft": tiny_reference()},
     }
-    return tiny_engine(num_blocks=512, **options[what])
+    return slowed(tiny_engine(num_blocks=512, **options[what]), step_seconds)
 
 
 def adapted(folder: str, max_loras: int) -> Any:

@@ -92,7 +92,8 @@ def mixed_requests(engine: AsyncEngine) -> list[PreparedRequest]:
     ],
 )
 def test_answers_are_whole_and_equal(build: str, options: dict[str, Any], deaths: int) -> None:
-    engine = started(build, max_restarts=100, **options)
+    # Slow steps: requests still run when their process is killed, even if this process is delayed.
+    engine = started(build, max_restarts=100, step_seconds=0.025, **options)
     try:
         requests = mixed_requests(engine)
         undisturbed = answers(engine, requests)
