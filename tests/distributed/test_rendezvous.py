@@ -100,7 +100,7 @@ def test_a_rank_that_has_stopped_is_not_waited_for(tmp_path: Path) -> None:
     """The message names the stopped rank. The monitor kills it and the other rank."""
     folders = [tmp_path / str(rank) for rank in range(2)]
     groups = []
-    for stopped, folder in enumerate(folders):  # each rank at once: its time limit has begun
+    for stopped, folder in enumerate(folders):  # stop the rank at once: its time limit runs already
         groups.append(Locked(folder, 3))
         os.kill(groups[-1].pids[stopped], signal.SIGSTOP)
     for stopped, ranks in enumerate(groups):
@@ -154,7 +154,7 @@ class Joining:
 
     Args:
         seconds: time limit of the monitor.
-        silence: seconds for which a rank waits for another rank, beside MLX's group.
+        silence: time limit in seconds of a rank that connects to another rank, and of a rank's silence.
     """
 
     def __init__(self, model: Path, seconds: float = 600, silence: float = 8) -> None:
@@ -205,7 +205,8 @@ def test_a_rank_that_is_lost_at_any_moment_of_the_start(model: Path, lost: int, 
     whole = first.seconds_until_met()
     first.lose(1, signal.SIGKILL)
     for tenth in range(10):
-        # The monitor is the first to give up. A rank that gave up earlier would be reported instead of the lost rank.
+        # The monitor's limit ends before a rank's own limit. Otherwise, the monitor could report a rank that has ended
+        # because it found no other rank.
         ranks = Joining(model, seconds=8 + 3 * whole, silence=18 + 3 * whole)
         time.sleep(max(ranks.began + whole * tenth / 9 - time.monotonic(), 0))
         said = ranks.lose(lost, how)
