@@ -99,9 +99,10 @@ def test_ranks_end_with_rank_0(tmp_path: Path) -> None:
 def test_a_rank_that_has_stopped_is_not_waited_for(tmp_path: Path) -> None:
     """The message names the stopped rank. The monitor kills it and the other rank."""
     folders = [tmp_path / str(rank) for rank in range(2)]
-    groups = [Locked(folder, 3) for folder in folders]
-    for stopped, ranks in enumerate(groups):
-        os.kill(ranks.pids[stopped], signal.SIGSTOP)
+    groups = []
+    for stopped, folder in enumerate(folders):  # stop the rank at once: its time limit runs already
+        groups.append(Locked(folder, 3))
+        os.kill(groups[-1].pids[stopped], signal.SIGSTOP)
     for stopped, ranks in enumerate(groups):
         (line,) = ranks.end().splitlines()
         problem = f"rank {stopped} (here) has stopped: the ranks have not found each other within 3 s"
@@ -137,7 +138,7 @@ def joining(**options):
     return init(**options)
 
 mx.distributed.init = joining
-group.open_group(EngineArgs(model={model!r}, tensor_parallel_size=2, distributed_timeout_seconds=8))
+group.open_group(EngineArgs(model={model!r}, tensor_parallel_size=2, distributed_timeout_seconds={silence}))
 print("met", flush=True)
 threading.Event().wait()  # and rank 1 waits for what this one has to tell
 """
@@ -149,10 +150,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Joining:
-    """Two ranks: rank 0 is about to join, and rank 1 is starting."""
+    """Two ranks: rank 0 is about to join, and rank 1 is starting.
 
-    def __init__(self, model: Path, seconds: float = 600) -> None:
-        program = JOINING.format(model=str(model), seconds=seconds)
+    Args:
+        seconds: time limit of the monitor.
+        silence: time limit in seconds of a rank that connects to another rank, and of a rank's silence.
+    """
+
+    def __init__(self, model: Path, seconds: float = 600, silence: float = 8) -> None:
+        program = JOINING.format(model=str(model), seconds=seconds, silence=silence)
         self.leader = subprocess.Popen(
             [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -199,7 +205,9 @@ def test_a_rank_that_is_lost_at_any_moment_of_the_start(model: Path, lost: int, 
     whole = first.seconds_until_met()
     first.lose(1, signal.SIGKILL)
     for tenth in range(10):
-        ranks = Joining(model, seconds=8 + 3 * whole)
+        # The monitor's limit ends before a rank's own limit. Otherwise, the monitor could report a rank that has ended
+        # because it found no other rank.
+        ranks = Joining(model, seconds=8 + 3 * whole, silence=18 + 3 * whole)
         time.sleep(max(ranks.began + whole * tenth / 9 - time.monotonic(), 0))
         said = ranks.lose(lost, how)
         if lost:

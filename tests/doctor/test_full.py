@@ -222,13 +222,13 @@ def test_a_section_that_fails_leaves_what_it_has_measured(
 ) -> None:
     planted.write_text(MEASURE.format(end=end))
     said: list[str] = []
-    sections = [Section("Planted", "planted", 20.0)]
-    if "sleep" in end:
-        monkeypatch.setattr(full, "_LEAST_SECONDS", 1.0)
-        sections = [Section("Planted", "planted", 6.0)]
-    is_fine = run_full(["demo"], PLAN, tmp_path, said.append, sections)
-    assert is_fine == (not error)
-    (section,) = json.loads((tmp_path / "mac-report.json").read_text())["sections"]
+    monkeypatch.setattr(full, "_LEAST_SECONDS", 1.0)
+    for seconds in (6.0, 60.0) if "sleep" in end else (300.0,):
+        is_fine = run_full(["demo"], PLAN, tmp_path, said.append, [Section("Planted", "planted", seconds)])
+        assert is_fine == (not error)
+        (section,) = json.loads((tmp_path / "mac-report.json").read_text())["sections"]
+        if section["figures"]:
+            break  # otherwise, a busy machine has not started the process in time
     assert error in section["error"] and bool(section["error"]) == bool(error)
     assert section["facts"] == {"fact": "of demo"} and section["figures"][0]["verdict"] == "as promised"
     assert "mac-report.md" in said[-1]

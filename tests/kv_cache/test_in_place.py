@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -131,6 +132,7 @@ def measure_in_place(
         speculate(scheduler, proposer, costs=FreeDrafts())
     _add(scheduler, [20, 27, 80], NUM_STEPS)
     mx.synchronize()
+    gc.collect()  # otherwise, garbage of other tests could be freed while this test measures
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()  # before the first step, so that memory kept by that step counts as well
@@ -365,6 +367,7 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
         proposer.record_result = lambda request, n, right: are_accepted.add(n == right)  # type: ignore[method-assign]
     _add(scheduler, [20, 27, 80], num_tokens, repeats=has_drafts)
     mx.synchronize()
+    gc.collect()  # otherwise, garbage of other tests could be freed while this test measures
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()

@@ -205,7 +205,8 @@ import sys
 from tests.kv_transfer.test_stores import DiskStore, FINGERPRINT, stored
 store = DiskStore(sys.argv[1], FINGERPRINT, max_size=40 * len(stored(0)[0][1]))
 blocks = [stored(seed)[0] for seed in range(50)]
-print("ready", flush=True)
+store.put(blocks)
+print("ready", flush=True)  # the reader finds blocks, even if this process does not run for a while
 while True:
     for one in blocks:
         store.put([one])

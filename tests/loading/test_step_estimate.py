@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from copy import deepcopy
 from itertools import cycle, product
 from typing import Any
@@ -45,14 +46,14 @@ def changed(model_type: str, change: dict[str, int]) -> dict[str, Any]:
     return config
 
 
-def sizes_of(model_type: str, size: str) -> tuple[ModelInfo, int, int]:
+def sizes_of(model_type: str, change: dict[str, int], num_tokens: int, num_rows: int) -> tuple[ModelInfo, int, int]:
     """Return the model's metadata before its load, and the measured and the estimated bytes of its step on a CPU."""
-    change, num_tokens, num_rows = SIZES[size]
     config = changed(model_type, change)
     info = expected_model_info(model_type, CheckpointRequirements(config, 1, 1, "float32"))
     assert info is not None
     paged = PagedModel(random_model(config))
     longest = info.max_position_embeddings
+    gc.collect()  # otherwise, garbage of other tests could be freed while this test measures
     measured = measure_step_bytes(paged, PortableBackend(), BLOCK_SIZE, longest, num_tokens, num_rows)
     return info, measured, estimate_step_bytes(info, CPU, BLOCK_SIZE, 1 << 40, num_tokens, num_rows)
 
@@ -61,20 +62,24 @@ def sizes_of(model_type: str, size: str) -> tuple[ModelInfo, int, int]:
     ("model_type", "size"), sweep(product(SUPPORTED, SIZES), zip(SOME, cycle(SIZES), strict=False))
 )
 def test_no_less_than_is_measured(model_type: str, size: str) -> None:
-    info, measured, estimated = sizes_of(model_type, size)
+    info, measured, estimated = sizes_of(model_type, *SIZES[size])
     assert measured <= estimated, (measured, estimated, info)
     _, num_tokens, num_rows = SIZES[size]
     assert estimate_step_bytes(info, METAL, BLOCK_SIZE, 1 << 40, num_tokens, num_rows) >= estimated
 
 
 def test_logits_are_not_counted_on_top_of_layers() -> None:
-    """Logits take most of the memory in steps of small models, and are predictable for most LM heads."""
-    _, measured, estimated = sizes_of("llama", "logits")
-    assert estimated < 1.35 * measured, (measured, estimated)
+    """Logits take most of the memory in this step, and are predictable for most LM heads.
+
+    10 to 11 arrays of the size of all logits are measured, depending on when a busy machine runs MLX's threads. 14 are
+    estimated. The layers on top of them would be another 6.
+    """
+    _, measured, estimated = sizes_of("llama", {"vocab_size": 8000, "intermediate_size": 1024}, 64, 16)
+    assert estimated < 1.55 * measured, (measured, estimated)
 
 
 def test_a_cache_that_is_smaller_than_the_steps_is_counted() -> None:
-    info, _, estimated = sizes_of("llama", "tiny")
+    info, _, estimated = sizes_of("llama", *SIZES["tiny"])
     _, num_tokens, num_rows = SIZES["tiny"]
     cache = (num_tokens + num_rows * BLOCK_SIZE) * info.kv_bytes_per_token
     mx.clear_cache()

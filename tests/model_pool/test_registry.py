@@ -25,11 +25,14 @@ async def test_the_least_recently_used_goes(made: RegistryOfFakes) -> None:
 @with_fakes("ab", 100)
 async def test_one_that_is_used_is_not_interrupted_and_not_kept_for_ever(made: RegistryOfFakes) -> None:
     """Only one model fits. New requests for the used model wait until the other model's request is served."""
-    made.models["a"].step_time = 0.005
+    await made.registry.load(made["a"])
+    (runner,) = made.models["a"].runners
+    runner.running.clear()
     first = asyncio.ensure_future(made.ask("a", [1], 40))
     await until(lambda: made["a"].num_leases, "the first")
     other = asyncio.ensure_future(made.ask("b", [2]))
     await until(lambda: made["a"].is_closing, "a to be marked")
+    runner.running.set()
     late = asyncio.ensure_future(made.ask("a", [3]))
     order: list[str] = []
     for name, task in (("first", first), ("other", other), ("late", late)):
@@ -156,10 +159,12 @@ async def test_idle_models_are_unloaded_if_memory_is_short(made: RegistryOfFakes
     made["a"].last_used -= 20.0
     made.registry.unload_idle(10.0)
     await until(lambda: made.loaded == "b", "the end of a")
-    made.models["b"].runners[-1].step_time = 0.005
+    runner = made.models["b"].runners[-1]
+    runner.running.clear()
     request = asyncio.ensure_future(made.ask("b", [1], 40))
     await until(lambda: made["b"].num_leases, "the request")
     made.registry.unload_idle(0.0)
+    runner.running.set()
     assert await request == made.answer("b", [1], 40)
     assert made.loaded == "b"
     made.registry.unload_idle(0.0)

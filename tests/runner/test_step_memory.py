@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import mlx.core as mx
@@ -29,6 +30,12 @@ from tests.support.speculation import head_config
 from tools.fixtures.tiny_models import tiny_model
 
 NUM_TOKENS, NUM_SEQS = 512, 8
+
+
+@pytest.fixture(autouse=True)
+def no_garbage() -> None:
+    """Collect the garbage of other tests. Its memory could otherwise be freed while a test measures."""
+    gc.collect()
 
 
 @pytest.mark.parametrize("has_head", [False, True])

@@ -98,12 +98,24 @@ def fake(step_time: float = 0.0, delayed_by: str = "", **config: Any) -> BuiltEn
     return BuiltEngine(core, RequestPreparer(settings, tiny_tokenizer()))
 
 
-def tiny(template: str = "", **config: Any) -> Any:
+def slowed(engine: Any, step_seconds: float) -> Any:
+    """Make each step of an engine take at least ``step_seconds``, and return the engine."""
+    step = engine.core.step
+
+    def slow_step() -> Any:
+        time.sleep(step_seconds)
+        return step()
+
+    engine.core.step = slow_step
+    return engine
+
+
+def tiny(template: str = "", step_seconds: float = 0.0, **config: Any) -> Any:
     """Return an engine on a tiny model. A template selects the tokenizer of the tests of phases."""
     from tests.server.generation.test_phases import tokenizer
     from tests.support.tiny_engine import tiny_engine
 
-    return tiny_engine(tokenizer=tokenizer(template) if template else None, **config)
+    return slowed(tiny_engine(tokenizer=tokenizer(template) if template else None, **config), step_seconds)
 
 
 def seeing(name: str) -> Any:
@@ -113,7 +125,7 @@ def seeing(name: str) -> Any:
     return make_engine(tiny_vision(name))
 
 
-def keeping(what: str) -> Any:
+def keeping(what: str, step_seconds: float = 0.0) -> Any:
     """Return an engine on a tiny model that keeps more than KV between steps."""
     from tests.support.speculation import draft_model_config, speculative_config
     from tests.support.tiny_engine import tiny_engine, tiny_reference
@@ -123,7 +135,7 @@ def keeping(what: str) -> Any:
         "drafts": {"speculative": speculative_config(), "ahead": True},
         "draft model": {"speculative": draft_model_config(3), "draft": tiny_reference()},
     }
-    return tiny_engine(num_blocks=512, **options[what])
+    return slowed(tiny_engine(num_blocks=512, **options[what]), step_seconds)
 
 
 def adapted(folder: str, max_loras: int) -> Any:
@@ -171,14 +183,18 @@ def mortal(marker: str) -> BuiltEngine:
 def faulty(folder: str, faults: list[str]) -> BuiltEngine:
     """Return a fake engine whose process has the next fault of a list. Later processes have no fault.
 
+    A process that a busy machine ends before its fault leaves the fault to the next process.
+
     Args:
-        folder: folder for counting processes: each process creates a file in it.
+        folder: folder for counting faults: each fault creates a file in it.
         faults: faults while the engine is built (``load``, ``loading``, ``refused``), or in its ninth step (``hang``,
             ``stop``, ``nonsense``, ``device``, ``abort``).
     """
     number = len(list(Path(folder).iterdir()))
-    (Path(folder) / str(number)).touch()
     fault = faults[number] if number < len(faults) else ""
+    begun = Path(folder) / str(number)
+    if fault in ("load", "loading", "refused"):
+        begun.touch()
     if fault == "load":
         killed()
     elif fault == "loading":
@@ -192,7 +208,8 @@ def faulty(folder: str, faults: list[str]) -> BuiltEngine:
         return RuntimeError("[METAL] Command buffer execution failed")
 
     def faulty_step() -> Any:
-        if next(num_steps) >= 8:
+        if fault and next(num_steps) >= 8:
+            begun.touch()
             match fault:
                 case "hang":
                     time.sleep(600)

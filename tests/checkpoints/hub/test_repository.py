@@ -28,6 +28,7 @@ from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from tests.support.checkpoint_files import CONFIG, VOCAB_SIZE, write_checkpoint, write_sparse_weights
 from tests.support.fake_hub import TOKEN, FakeHub, Repo, asked_hub, use_endpoint
+from tests.support.serving import wait_until
 from tools.fixtures.architectures import configuration
 
 
@@ -189,6 +190,7 @@ def test_a_hub_that_accepts_and_never_answers_is_given_up(monkeypatch: pytest.Mo
         threading.Thread(target=accept, daemon=True).start()
         use_endpoint(f"http://127.0.0.1:{server.getsockname()[1]}", monkeypatch)
         ((kind, text),) = load_all([{"model": "org/plain"}])
+        wait_until(lambda: any(received), "the thread to receive the request")
         server.shutdown(socket.SHUT_RDWR)
     assert kind == "error" and "cannot be reached (the hub does not answer: timed out)" in text, text
     requests = [data for data in received if data]  # the first connection is closed without a request

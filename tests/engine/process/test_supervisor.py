@@ -92,7 +92,8 @@ def mixed_requests(engine: AsyncEngine) -> list[PreparedRequest]:
     ],
 )
 def test_answers_are_whole_and_equal(build: str, options: dict[str, Any], deaths: int) -> None:
-    engine = started(build, max_restarts=100, **options)
+    # Slow steps: requests still run when their process is killed, even if this process is delayed.
+    engine = started(build, max_restarts=100, step_seconds=0.025, **options)
     try:
         requests = mixed_requests(engine)
         undisturbed = answers(engine, requests)
@@ -317,7 +318,8 @@ def test_a_watch_begins_again() -> None:
     async def run() -> list[Frame]:
         frames: list[Frame] = []
         engine.watch(frames.append)
-        (prepared,) = engine.preparer.prepare_all([INNOCENTS[0]], SamplingParams(max_tokens=100, ignore_eos=True))
+        # 300 steps take 1.5 s: the request still runs when its process is killed, even if this process is delayed.
+        (prepared,) = engine.preparer.prepare_all([INNOCENTS[0]], SamplingParams(max_tokens=300, ignore_eos=True))
         request = asyncio.ensure_future(answer(engine, "a", prepared, Counter()))
         while not any(frame.requests for frame in frames):
             await asyncio.sleep(0.01)
