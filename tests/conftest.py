@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from metal_engine.device.blas.load import load_optimized_blas
 from metal_engine.device.kernel_folder import use_private_kernel_folder
+from tests.support.compiler import use_precompiled_header
 
 # Parallel test processes share the cores, and more BLAS threads than cores are slower than one thread.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
@@ -27,6 +28,7 @@ load_optimized_blas()
 # Child processes of tests use this folder too, so an empty cache in a test does not cause recompilation.
 if sys.platform == "linux":
     use_private_kernel_folder()
+    use_precompiled_header()
 
 # Fixtures: responses in the background, the demo model, and live servers. Tests in processes of their own.
 pytest_plugins = [f"tests.support.{name}" for name in ("background", "demo", "own_process", "servers")]

@@ -34,7 +34,8 @@ def test_the_table_has_medians_and_ratios() -> None:
 
 
 def test_a_server_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_against, "LOADS", {"decode": (4, 5, 64), "prompts": (8, 40, 8)})
+    # Enough steps for several ticks of the clock of CPU time, which are 10 ms.
+    monkeypatch.setattr(server_against, "LOADS", {"decode": (4, 5, 64), "prompts": (8, 40, 64)})
     model = write_checkpoint(tmp_path / "model")
     write_tokenizer(model)
     with running(OURS, model, same_blas=True, extra=["--max-num-batched-tokens", "256"]) as server:

@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <future>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -34,7 +35,7 @@ struct EventCounter {
   uint64_t value{0};
   std::mutex mutex;
   std::condition_variable changed;
-  std::atomic<void*> error;
+  std::atomic<Error*> error;
 };
 
 // Same fields as `FakeGpuSettings` of device.py.
@@ -46,7 +47,8 @@ struct Settings {
   long max_ops;
   long max_mb;
   long pool_array_bytes;
-} settings{0, 0, 0, 0, 40, 40, 1L << 62};
+  long is_late;
+} settings{0, 0, 0, 0, 40, 40, 1L << 62, 0};
 
 // Same fields as `Counts` of device.py.
 struct Counts {
@@ -76,6 +78,13 @@ std::condition_variable gate;
 bool is_open = true;
 Clock::time_point idle_since;
 bool has_worked = false;
+// Events that threads wait for, with their values, and the number of calls of `fake_synchronize` that wait.
+std::multimap<const void*, uint64_t> awaited;
+long synchronizing = 0;
+// Counted command buffers that hold memory, and their limit, which is that of mlx/transforms.cpp.
+long active = 0;
+constexpr long MAX_ACTIVE_TASKS = 10;
+std::condition_variable completed;
 
 const std::unordered_set<std::string> VIEWS = {
     "AsStrided", "Broadcast", "BroadcastAxes", "Copy", "CustomTransforms", "Depends", "ExpandDims", "Flatten",
@@ -93,9 +102,19 @@ void spend(double us) {
   while (Clock::now() < end) {}
 }
 
+// True if the next command buffer may complete. A late device completes one only if a thread waits for the device.
+bool may_complete() {
+  if (!is_open) return false;
+  return !settings.is_late || !awaited.empty() || synchronizing || active > MAX_ACTIVE_TASKS;
+}
+
 // Submit the encoded command buffer to the device.
 void commit(Stream stream, bool is_counted) {
-  if (is_counted) scheduler::notify_new_task(stream);
+  if (is_counted) {
+    scheduler::notify_new_task(stream);
+    std::lock_guard lock(mutex);
+    active += 1;
+  }
   const auto time = std::chrono::nanoseconds(long(encoding.gpu_us * 1000));
   const auto committed = Clock::now();
   counts.commits += encoding.ops > 0;
@@ -104,7 +123,7 @@ void commit(Stream stream, bool is_counted) {
   scheduler::enqueue(stream, [=]() {
     {
       std::unique_lock lock(mutex);
-      gate.wait(lock, [] { return is_open; });
+      gate.wait(lock, may_complete);
       if (time.count()) {
         if (!has_worked) idle_since = committed;
         has_worked = true;
@@ -121,7 +140,16 @@ void commit(Stream stream, bool is_counted) {
     if (is_counted) scheduler::notify_task_completion(stream);
     // As on Metal, a completion handler is destroyed after it has run, which releases the memory it holds.
     held->clear();
+    if (is_counted) {
+      std::lock_guard lock(mutex);
+      active -= 1;
+      completed.notify_all();
+    }
   });
+  std::unique_lock lock(mutex);
+  gate.notify_all();
+  // Here instead of in MLX's throttle, which could begin after the completion that it waits for.
+  if (settings.is_late) completed.wait(lock, [] { return active <= MAX_ACTIVE_TASKS; });
 }
 
 void allocate(array& out) {
@@ -219,7 +247,18 @@ void fake_synchronize(Stream stream) {
   commit(stream, false);
   auto done = std::make_shared<std::promise<void>>();
   auto end = done->get_future();
-  scheduler::enqueue(stream, [done]() { done->set_value(); });
+  {
+    std::lock_guard lock(mutex);
+    synchronizing += 1;
+    gate.notify_all();
+  }
+  scheduler::enqueue(stream, [done]() {
+    {
+      std::lock_guard lock(mutex);
+      synchronizing -= 1;
+    }
+    done->set_value();
+  });
   end.wait();
 }
 
@@ -231,8 +270,35 @@ void fake_signal(Event* event, Stream stream) {
       std::lock_guard lock(counter.mutex);
       counter.value = value;
     }
+    {
+      // Not in the thread that waits: before it runs again, the next command buffers would complete.
+      std::lock_guard lock(mutex);
+      const auto [first, last] = awaited.equal_range(&counter);
+      for (auto it = first; it != last;) it = it->second <= value ? awaited.erase(it) : std::next(it);
+    }
     counter.changed.notify_all();
   });
+}
+
+void fake_wait(Event* event) {
+  auto& counter = event->cast<EventCounter>();
+  const auto check_error = [&] {
+    if (auto* error = counter.error.load()) error->check();
+  };
+  check_error();
+  const auto value = event->value();
+  {
+    std::unique_lock lock(counter.mutex);
+    if (counter.value < value) {
+      {
+        std::lock_guard device_lock(mutex);
+        awaited.emplace(&counter, value);
+        gate.notify_all();
+      }
+      counter.changed.wait(lock, [&] { return counter.value >= value; });
+    }
+  }
+  check_error();
 }
 
 // --- interface of device.py ---
@@ -257,7 +323,7 @@ bool fake_replace(void* function, const char* with) {
   static const std::unordered_map<std::string, void*> ours = {
       {"true", (void*)fake_true}, {"false", (void*)fake_false}, {"one", (void*)fake_one},
       {"nothing", (void*)fake_nothing}, {"eval", (void*)fake_eval}, {"finalize", (void*)fake_finalize},
-      {"synchronize", (void*)fake_synchronize}, {"signal", (void*)fake_signal}};
+      {"synchronize", (void*)fake_synchronize}, {"signal", (void*)fake_signal}, {"wait", (void*)fake_wait}};
   const size_t page = sysconf(_SC_PAGESIZE);
   char* start = (char*)((size_t)function & ~(page - 1));
   if (mprotect(start, 2 * page, PROT_READ | PROT_WRITE | PROT_EXEC)) return false;

@@ -33,6 +33,7 @@ _REPLACED = {
     "mlx::core::gpu::finalize(mlx::core::Stream)": "finalize",
     "mlx::core::gpu::synchronize(mlx::core::Stream)": "synchronize",
     "mlx::core::Event::signal(mlx::core::Stream)": "signal",
+    "mlx::core::Event::wait()": "wait",
     # Metal has kernels for these operations. On a CPU, they become graphs of other operations.
     "mlx::core::fast::RMSNorm::use_fallback(mlx::core::Stream)": "false",
     "mlx::core::fast::RoPE::use_fallback(mlx::core::Stream)": "false",
@@ -40,7 +41,7 @@ _REPLACED = {
     "mlx::core::fast::ScaledDotProductAttention::use_fallback": "false",
     "mlx::core::detail::compile_available_for_device(mlx::core::Device const&)": "true",
 }
-_DEVICE_INFO = {
+_DEVICE_INFO: dict[str, Any] = {
     "device_name": "Fake GPU",
     "architecture": "applegpu_g13g",
     "memory_size": 64 << 30,
@@ -61,6 +62,8 @@ class FakeGpuSettings:
         max_ops: kernels after which a command buffer is committed, as ``MLX_MAX_OPS_PER_BUFFER``.
         max_mb: "megabytes" (2**20 elements) after which a command buffer is committed, as ``MLX_MAX_MB_PER_BUFFER``.
         pool_array_bytes: smallest size of a new array that counts as a copy of a pool's array.
+        is_late: True for a device that completes a command buffer only when a thread waits for the device: for the end
+            of a step, or in MLX's throttle. No time of the host decides what such a device has completed.
     """
 
     encode_us: float = 0.0
@@ -70,6 +73,7 @@ class FakeGpuSettings:
     max_ops: int = 40
     max_mb: int = 40
     pool_array_bytes: int = 1 << 62
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class Counts:
 class _CSettings(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_double) for name in ("encode_us", "view_us", "kernel_us", "us_per_mb")),
-        *((name, ctypes.c_long) for name in ("max_ops", "max_mb", "pool_array_bytes")),
+        *((name, ctypes.c_long) for name in ("max_ops", "max_mb", "pool_array_bytes", "is_late")),
     ]
 
 
@@ -229,4 +233,6 @@ def _change_python() -> None:
     changed: Any = mx
     changed.device_info = lambda device=None: dict(_DEVICE_INFO)
     changed.set_wired_limit = lambda limit: 0
+    # MLX's own limit depends on this machine's memory. Beyond the limit, MLX waits for steps and never copies.
+    mx.set_memory_limit(_DEVICE_INFO["memory_size"])
     info.gpu_core_count = lambda: _NUM_CORES

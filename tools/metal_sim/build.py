@@ -10,13 +10,16 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from .errors import CheckError, ToolchainError
-from .source import mlx_headers
-from .toolchain import INCLUDE, cache_dir, host_features, key_of, run_clang
+from .source import mlx_headers, preamble
+from .toolchain import INCLUDE, cache_dir, host_features, key_of, publish, run_clang
 
 LANGUAGE = [
     "-x",
@@ -44,8 +47,60 @@ define internal float @ms_flushed(float %x) alwaysinline {
 _NO_VECTORS = ["-fno-vectorize", "-fno-slp-vectorize"]
 
 
+# Unoptimised LLVM IR as text.
+_TO_IR = ("-Xclang", "-disable-llvm-passes", "-emit-llvm", "-S")
+
+
 def language_flags() -> list[str]:
     return [*LANGUAGE, f"-I{INCLUDE}", f"-I{mlx_headers()}"]
+
+
+@cache
+def _precompiled(text: str, flags: tuple[str, ...]) -> Path | None:
+    """Return the precompiled header of a preamble for a command's flags. Compiles it at first use.
+
+    None if clang cannot compile it.
+    """
+    # The header names its files by path, and clang refuses it for other flags.
+    header = cache_dir() / f"{key_of('precompiled', text, flags)}.pch"
+    if header.exists():
+        return header
+    source = header.with_suffix(".cl")  # must exist as long as the header
+    publish(text, source)
+    with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
+        made = Path(tmp) / "preamble.pch"
+        # Without times of files: a checkout changes them, and the contents are part of the key.
+        emit = ["-Xclang", "-emit-pch", "-Xclang", "-fno-pch-timestamp"]
+        if run_clang([*flags, "-S", *emit, str(source), "-o", str(made)]).returncode:
+            return None
+        os.replace(made, header)
+    return header
+
+
+def ir_of(
+    unit: str, flags: list[str], folder: Path, out: Path, prepared: Callable[[str], str]
+) -> subprocess.CompletedProcess[str]:
+    """Compile a translation unit to LLVM IR without optimisation. Return the finished process of clang.
+
+    Most of the time would be spent on the preamble, so it is precompiled. A unit that fails is compiled again without
+    the precompiled preamble, whose messages are returned.
+
+    Args:
+        flags: flags besides the language's.
+        folder: folder for the source file.
+        out: path of the IR.
+        prepared: function that returns the text to compile for the unit, or for a part of it.
+    """
+    source = folder / "kernel.cl"
+    flags = [*language_flags(), *flags]
+    command = [*_TO_IR, str(source), "-o", str(out)]
+    if unit.startswith(preamble()) and (header := _precompiled(prepared(preamble()), tuple(flags))):
+        source.write_text(prepared("\n" + unit.removeprefix(preamble())))
+        done = run_clang([*flags, "-include-pch", str(header), *command])
+        if not done.returncode:
+            return done
+    source.write_text(prepared(unit))
+    return run_clang([*flags, *command])
 
 
 @dataclass(frozen=True)
@@ -117,18 +172,10 @@ def build(unit: str, name: str, *, flushes_half: bool = False) -> Built:
     if library.exists() and listing.exists():
         return Built(library, tuple(listing.read_text().split()))
     with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
-        source, raw, ir, optimised, made = (
-            str(Path(tmp) / n) for n in ("kernel.cl", "raw.ll", "kernel.ll", "optimised.ll", "kernel.so")
-        )
-        Path(source).write_text(_UNROLLING.sub("", unit))
+        raw, ir, optimised, made = (str(Path(tmp) / n) for n in ("raw.ll", "kernel.ll", "optimised.ll", "kernel.so"))
         checks = "-fsanitize=kernel-address,array-bounds,alignment,shift-exponent,integer-divide-by-zero"
         flags = ["-O2", "-gline-tables-only", "-fPIC", *host_features(), "-w"]
-        done = run_clang(
-            [
-                *(*language_flags(), *flags, checks),
-                *("-Xclang", "-disable-llvm-passes", "-emit-llvm", "-S", source, "-o", raw),
-            ]
-        )
+        done = ir_of(unit, [*flags, checks], Path(tmp), Path(raw), lambda text: _UNROLLING.sub("", text))
         if done.returncode:
             raise CheckError(f"{name} does not compile:\n{done.stderr}")
         text, names = _arena(Path(raw).read_text())

@@ -11,11 +11,11 @@ import re
 import tempfile
 from pathlib import Path
 
-from .build import language_flags
+from .build import ir_of
 from .errors import CheckError
 from .signature import matching
 from .source import VECTOR
-from .toolchain import cache_dir, key_of, publish, run_clang
+from .toolchain import cache_dir, key_of, publish
 
 _WARNINGS = [
     "-Wall",
@@ -50,17 +50,13 @@ def check(unit: str, name: str, *, own_files: bool = True) -> None:
     if mark.exists():
         return
     with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
-        source, ir = Path(tmp) / "kernel.cl", Path(tmp) / "kernel.ll"
-        source.write_text(_quiet_headers(unit))
-        done = run_clang(
-            [
-                *language_flags(),
-                *_WARNINGS,
-                *("-target", "spir64", "-O0", "-g"),
-                *("-Xclang", "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64"),  # Metal has no double
-                *("-Xclang", "-disable-llvm-passes", "-emit-llvm", "-S", str(source), "-o", str(ir)),
-            ]
-        )
+        ir = Path(tmp) / "kernel.ll"
+        flags = [
+            *_WARNINGS,
+            *("-target", "spir64", "-O0", "-g"),
+            *("-Xclang", "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64"),  # Metal has no double
+        ]
+        done = ir_of(unit, flags, Path(tmp), ir, _quiet_headers)
         if done.returncode:
             raise CheckError(f"{name} is not legal Metal:\n{done.stderr}")
         text = ir.read_text()

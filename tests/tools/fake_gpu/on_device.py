@@ -128,13 +128,18 @@ def decode(
     behind: bool = False,
     max_ops: int = 24,
     max_mb: int = 4096,
-    kernel_us: float = 5.0,
+    late: bool = False,
     hold: bool = False,
     replay: bool = False,
     hybrid: bool = False,
 ) -> dict[str, Any]:
-    """Run decode steps. With ``hold``, a reference to the pool's arrays is kept during each step."""
-    settings = FakeGpuSettings(kernel_us=kernel_us, max_ops=max_ops, max_mb=max_mb)
+    """Run decode steps.
+
+    Args:
+        late: True for a late device. Otherwise, kernels take 5 us, so the device waits for the host.
+        hold: True to keep a reference to the pool's arrays during each step.
+    """
+    settings = FakeGpuSettings(kernel_us=0.0 if late else 5.0, max_ops=max_ops, max_mb=max_mb, is_late=late)
     workload = HYBRID_WORKLOAD if hybrid else WORKLOAD
     engine = _engine(ahead, settings, workload, allow_queued_dispatch=behind, replay=replay)
     held: list[Any] = []
@@ -158,8 +163,8 @@ def decode(
 
 
 def prefill(behind: bool) -> dict[str, Any]:
-    """Run the chunks of a long prompt on a slow device, most of which sample nothing, then the decode steps."""
-    engine = _engine(True, FakeGpuSettings(kernel_us=150.0, max_ops=24, max_mb=4096), allow_queued_dispatch=behind)
+    """Run the chunks of a long prompt on a late device, most of which sample nothing, then the decode steps."""
+    engine = _engine(True, FakeGpuSettings(max_ops=24, max_mb=4096, is_late=True), allow_queued_dispatch=behind)
     for request_id in list(engine.request_ids):
         engine.abort_request(request_id)
     while engine.has_requests:
@@ -175,7 +180,7 @@ def prefill(behind: bool) -> dict[str, Any]:
 
 
 def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False, hybrid: bool = False) -> dict[str, Any]:
-    """Return the choices made for a model at its start, and counts of its steps, on a device slower than the host."""
+    """Return the choices made for a model at its start, and counts of its steps, on a late device."""
     GPU.configure(FakeGpuSettings(max_ops=max_ops, max_mb=4096))
     workload = HYBRID_WORKLOAD if hybrid else WORKLOAD
     engine = make_engine(replace(workload, num_requests=0, num_blocks=num_blocks), ahead=True, replay=replay)
@@ -183,7 +188,7 @@ def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False, hybrid: b
     # Outside the check, because the extra memory of the first steps would hide what they copy.
     mx.eval(runner._model.model.parameters(), [list(state.arrays.values()) for state in runner.pool.states])
     mx.synchronize()
-    GPU.configure(replace(GPU.settings, us_per_mb=100.0, pool_array_bytes=runner.pool.smallest_array_bytes))
+    GPU.configure(replace(GPU.settings, is_late=True, pool_array_bytes=runner.pool.smallest_array_bytes))
     GPU.counts(reset=True)
     config = replace(engine.config, device=replace(engine.config.device, kind="metal"))
     dispatch = choose_dispatch(runner, config)
@@ -207,7 +212,7 @@ def order(behind: bool) -> dict[str, Any]:
         behind: True if steps are dispatched while the previous step runs.
     """
     engine = _engine(True, FakeGpuSettings(kernel_us=5.0, max_ops=24, max_mb=4096), allow_queued_dispatch=behind)
-    GPU.configure(replace(GPU.settings, kernel_us=1000.0))
+    GPU.configure(replace(GPU.settings, is_late=True))
     seen: list[str] = []
     unfinished: list[int] = []
 
