@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -79,6 +80,7 @@ def measure_step_bytes(
         sampling.set(index, SamplingParams(temperature=1.0, top_p=0.9), seed=index)
     try:
         model.pool.allocate(int(ends[-1]) + min(1, num_context_blocks), block_size, num_seqs)
+        gc.collect()  # garbage that is freed during the step would lower the result
         synchronize()
         held, taken = mx.get_active_memory(), 0
         for _ in range(_NUM_SMALL_RUNS):

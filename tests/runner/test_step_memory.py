@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -100,6 +101,25 @@ def test_no_request_is_longer_than_it_may_be(
     paged = PagedModel(tiny_model())
     measure_step_bytes(paged, PortableBackend(), 4, max_positions, num_tokens, num_seqs)
     assert seen and all(one == (lengths, [p for length in lengths for p in range(length)]) for one in seen)
+
+
+def test_garbage_does_not_lower_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_step, paged = step_memory._run_step, PagedModel(tiny_model(vocab_size=4096))
+
+    def collecting(*args: Any) -> int:
+        gc.collect()
+        return run_step(*args)
+
+    def measured() -> int:
+        return measure_step_bytes(paged, PortableBackend(), 16, None, NUM_TOKENS, NUM_SEQS)
+
+    expected = measured()
+    monkeypatch.setattr(step_memory, "_run_step", collecting)
+    garbage: list[Any] = [mx.zeros(64 << 20, mx.uint8)]
+    garbage.append(garbage)
+    mx.eval(garbage[0])
+    del garbage
+    assert measured() > 0.7 * expected
 
 
 def test_freed_buffers_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
