@@ -27,4 +27,10 @@ def test_the_header_fits_mlx_s_command(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
+    assert [path.name for path in tmp_path.iterdir() if path != source] == ["kernel.so"]
     assert re.search(rf"^! \S+/{re.escape(str(PRECOMPILED))}$", done.stderr, re.MULTILINE), done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="MLX compiles no CPU kernels")
+def test_mlx_finds_the_compiler() -> None:
+    assert subprocess.run(["g++", "--version"], capture_output=True).returncode == 0

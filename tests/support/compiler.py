@@ -23,13 +23,23 @@ from metal_engine.device.private_folder import private_folder
 # Flags of MLX's command. The compiler ignores a header that was compiled with other flags.
 FLAGS = ("-std=c++17", "-O3", "-Wall", "-fPIC", "-shared")
 HEADER = Path("mlx", "backend", "cpu", "compiled_preamble.h")
+# A library appears when it is complete, because another process may load it at once. Its path is the last argument.
+_PROGRAM = """\
+#!/bin/sh
+for last; do :; done
+case $last in
+  *.so) {compiler} -I{folder} "$@" -o "$last.$$" && mv "$last.$$" "$last" ;;
+  *) exec {compiler} -I{folder} "$@" ;;
+esac
+"""
 PRECOMPILED = HEADER.with_name(f"{HEADER.name}.gch")
 
 
 def use_precompiled_header() -> None:
     """Put a program named ``g++`` in front of PATH, which passes the folder of the precompiled header to g++.
 
-    Compiles the header at first use. PATH stays as it is on other systems than Linux, without g++, and on errors.
+    The program also makes each library visible only when it is complete. Compiles the header at first use. PATH stays
+    as it is on other systems than Linux, without g++, and on errors.
     """
     compiler = shutil.which("g++")
     if sys.platform != "linux" or compiler is None:
@@ -49,7 +59,7 @@ def _folder(place: Path, compiler: str) -> Path:
     assert spec is not None and spec.submodule_search_locations
     include = Path(spec.submodule_search_locations[0]) / "include"
     compilers_version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    parts = (compiler, compilers_version, version("mlx"), (include / HEADER).read_text(), FLAGS)
+    parts = (_PROGRAM, compiler, compilers_version, version("mlx"), (include / HEADER).read_text(), FLAGS)
     folder = place / hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
     if folder.exists():
         return folder
@@ -63,7 +73,7 @@ def _folder(place: Path, compiler: str) -> Path:
         use = [*command, f"-I{made}", "-include", str(HEADER), "-x", "c++", os.devnull, "-o", str(made / "tried.so")]
         subprocess.run(use, capture_output=True, check=True)
         program = made / "g++"
-        program.write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} -I{shlex.quote(str(folder))} "$@"\n')
+        program.write_text(_PROGRAM.format(compiler=shlex.quote(compiler), folder=shlex.quote(str(folder))))
         program.chmod(0o700)
         if not folder.exists():  # another process may have been faster
             made.rename(folder)
