@@ -199,7 +199,8 @@ def cached_path(repo: HubRepo, name: str, download_dir: str | None) -> Path | No
     """Return the path in the cache of a file at the repository's commit; None if the cache lacks it."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo.name, name, cache_dir=download_dir, revision=repo.commit)
+    # Unlike snapshot_download, this function does not expand "~".
+    found = try_to_load_from_cache(repo.name, name, cache_dir=cache_folder(download_dir), revision=repo.commit)
     return Path(found) if isinstance(found, str) else None
 
 
