@@ -51,6 +51,19 @@ def test_a_repository_in_the_cache(tmp_path: Path) -> None:
     assert known_config(args) == {"model_type": "llama", "num_hidden_layers": 9}
 
 
+def test_a_repository_of_gguf_files_in_the_cache(tmp_path: Path, demo_path: Path) -> None:
+    """An image encoder is not the model."""
+    repo = tmp_path / "models--some--model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("c0ffee")
+    files = repo / "snapshots" / "c0ffee"
+    (files / "Q4_1").mkdir(parents=True)
+    (files / "Q4_1" / "model-Q4_1.gguf").symlink_to(demo_path)
+    (files / "mmproj-model-f16.gguf").write_bytes(b"GGUF")
+    config = known_config(EngineArgs(model="some/model", download_dir=str(tmp_path)))
+    assert config is not None and config["num_hidden_layers"] == 30
+
+
 @pytest.mark.parametrize("model", ["some/other", "./nowhere", "./nowhere.gguf"])
 def test_what_is_not_here_is_not_known(model: str, tmp_path: Path) -> None:
     assert known_config(EngineArgs(model=model, download_dir=str(tmp_path))) is None
