@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 from gguf import GGUFWriter
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from metal_engine.cli.main import app
@@ -113,3 +115,15 @@ def test_a_file_that_is_no_model_does_not_end_the_list(hub: FakeHub, tmp_path: P
     (row,) = json.loads(run("list", "--json").stdout)
     assert row["name"] == "org/odd:Q4_0" and "not a valid model" in row["problem"]
     assert "not a valid model" in run("show", "org/odd").stdout
+
+
+@pytest.mark.parametrize("command", [("list",), ("show", "org/tiny"), ("rm", "demo", "--yes")])
+def test_without_a_home_directory(hub: FakeHub, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "METAL_ENGINE_CACHE", "METAL_ENGINE_DOWNLOAD_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    result = run(*command)
+    assert result.exit_code == 1 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert "no home directory" in line and "METAL_ENGINE_CACHE" in line

@@ -6,6 +6,7 @@ same meaning as in ``huggingface_hub``.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -205,10 +206,10 @@ def cached_path(repo: HubRepo, name: str, download_dir: str | None) -> Path | No
 
 
 def cache_folder(download_dir: str | None) -> Path:
-    """Return the folder of the cache, which may not exist yet."""
+    """Return the folder of the cache, which may not exist yet. Without a home directory, ``~`` stays as it is."""
     from huggingface_hub import constants
 
-    return Path(download_dir or constants.HF_HUB_CACHE).expanduser()
+    return Path(os.path.expanduser(download_dir or constants.HF_HUB_CACHE))
 
 
 def cached_repos(download_dir: str | None) -> list[str]:
