@@ -76,7 +76,7 @@ def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> 
     try:
         if not model.is_complete:
             raise ModelLoadError(f"half-downloaded: `metal-engine pull {quote(model.name)}` gets the rest")
-        if model.path.suffix == ".gguf":
+        if model.path.suffix.lower() == ".gguf":
             quantization = gguf_models([model.path.name])[0].quantization
             header = read_gguf_header(model.path)
             requirements = gguf_requirements(header, gguf_config(header), args, device)

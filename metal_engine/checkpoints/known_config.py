@@ -57,7 +57,7 @@ def known_config(args: EngineArgs) -> dict[str, Any] | None:
     """
     try:
         path = _path(args)
-        if path.suffix == ".gguf":
+        if path.suffix.lower() == ".gguf":
             return gguf_config(read_gguf_header(path))
         return read_config(path)
     except Exception as error:  # noqa: BLE001  (files may have any content, and the hub's client raises any type)
@@ -70,7 +70,7 @@ def _path(args: EngineArgs) -> Path:
     if args.model == DEMO_MODEL:
         return demo_path()
     path = Path(args.model).expanduser()
-    if path.suffix == ".gguf" or path.is_dir() or is_local(args.model):
+    if path.suffix.lower() == ".gguf" or path.is_dir() or is_local(args.model):
         return path
     name = parse_hub_name(args.model)
     folder = cached_folder(name.repo, name.revision or args.revision, args.download_dir, [])

@@ -166,7 +166,7 @@ def _load(
         check(requirements)
         claim(requirements)
 
-    load_files = _load_gguf if found.path.suffix == ".gguf" else _load_directory
+    load_files = _load_gguf if found.path.suffix.lower() == ".gguf" else _load_directory
     loaded, requirements = load_files(found, args, dtype, device, admit, check_tokenizer, divide)
     loaded = replace(loaded, path=found.path)
     logger.info("loaded the weights: %s in %.1f s", format_size(requirements.weight_bytes), time.monotonic() - began)

@@ -36,7 +36,8 @@ def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_and_a_gguf_file(tmp_path: Path, demo_path: Path) -> None:
     folder = checkpoint(tmp_path / "a", num_hidden_layers=7)
     assert known_config(EngineArgs(model=folder)) == {"model_type": "llama", "num_hidden_layers": 7}
-    for model in (str(demo_path), "demo"):
+    (tmp_path / "M.GGUF").symlink_to(demo_path)
+    for model in (str(demo_path), str(tmp_path / "M.GGUF"), "demo"):
         config = known_config(EngineArgs(model=model))
         assert config is not None and config["num_hidden_layers"] == 30
 

@@ -106,7 +106,7 @@ def test_a_file_that_is_no_model_does_not_end_the_list(hub: FakeHub, tmp_path: P
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("c0ffee")
     (repo / "snapshots" / "c0ffee").mkdir(parents=True)
-    writer = GGUFWriter(repo / "snapshots" / "c0ffee" / "odd-Q4_0.gguf", "llama")
+    writer = GGUFWriter(repo / "snapshots" / "c0ffee" / "odd-Q4_0.GGUF", "llama")
     writer.add_string("llama.attention.head_count", "two")
     writer.add_embedding_length(8)
     writer.add_feed_forward_length(8)

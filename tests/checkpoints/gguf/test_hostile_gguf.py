@@ -127,7 +127,7 @@ CASES: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_refused_in_one_line(tmp_path: Path, case: str) -> None:
     content, expected = CASES[case]
-    path = tmp_path / "m.gguf"
+    path = tmp_path / ("m.GGUF" if case == "no heads" else "m.gguf")
     path.write_bytes(content)
     with pytest.raises(ModelLoadError) as caught:
         load(EngineArgs(model=str(path)), DEVICE)
