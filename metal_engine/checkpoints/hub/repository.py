@@ -206,7 +206,7 @@ def cached_path(repo: HubRepo, name: str, download_dir: str | None) -> Path | No
 
 
 def cache_folder(download_dir: str | None) -> Path:
-    """Return the folder of the cache, which may not exist yet. Without a home directory, ``~`` stays as it is."""
+    """Return the folder of the cache, which may not exist yet. Keep ``~`` if there is no home directory."""
     from huggingface_hub import constants
 
     return Path(os.path.expanduser(download_dir or constants.HF_HUB_CACHE))
