@@ -209,6 +209,7 @@ class KeySelection:
 
         -1 stands for no key. Rows of requests that attend to all keys have only -1.
         """
+        mx.eval(self.positions)  # raises errors of operations; the conversion to NumPy would not
         shape = self.positions[0].shape[2:]
         found = np.full((self.plan.num_rows, *shape), NOT_SEEN, np.int32)
         for tile, positions in zip(self.plan.tiles, self.positions, strict=True):

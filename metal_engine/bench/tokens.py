@@ -37,7 +37,7 @@ def load_prompt_tokenizer(name: str) -> PromptTokenizer:
         ConfigError: there is no tokenizer.
     """
     path = Path(name).expanduser()
-    if name == "demo" or path.suffix == ".gguf":
+    if name == "demo" or path.suffix.lower() == ".gguf":
         from metal_engine.checkpoints.demo import fetch_demo_model
         from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 

@@ -43,8 +43,7 @@ def cached_models(download_dir: str | None) -> list[CachedModel]:
         download_dir: folder of the cache; None for the hub's default.
 
     Raises:
-        ModelLoadError: the cache cannot be read.
-        FileNotFoundError: there is no folder for the demo model (:func:`demo_path`).
+        ModelLoadError: the cache cannot be read, or there is no folder for the demo model (:func:`demo_path`).
     """
     cache = _scan(download_dir)
     repos = [] if cache is None else [repo for repo in cache.repos if repo.repo_type == "model"]

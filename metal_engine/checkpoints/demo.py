@@ -94,9 +94,12 @@ def demo_path() -> Path:
     """Return the path of the demo model, which may not exist.
 
     Raises:
-        FileNotFoundError: no directory can be used as a cache.
+        ModelLoadError: no directory can be used as a cache.
     """
-    return cache_dir() / "demo" / GGUF_NAME
+    try:
+        return cache_dir() / "demo" / GGUF_NAME
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{error} (set METAL_ENGINE_CACHE to a folder for the cache)") from error
 
 
 def _is_intact(path: Path) -> bool:

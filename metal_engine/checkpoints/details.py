@@ -29,7 +29,7 @@ from metal_engine.checkpoints.requirements import (
     head_bytes,
     safetensors_requirements,
 )
-from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 
@@ -76,7 +76,7 @@ def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> 
     try:
         if not model.is_complete:
             raise ModelLoadError(f"half-downloaded: `metal-engine pull {quote(model.name)}` gets the rest")
-        if model.path.suffix == ".gguf":
+        if model.path.suffix.lower() == ".gguf":
             quantization = gguf_models([model.path.name])[0].quantization
             header = read_gguf_header(model.path)
             requirements = gguf_requirements(header, gguf_config(header), args, device)
@@ -93,6 +93,8 @@ def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> 
         check_memory(requirements, args, device)
     except (ModelLoadError, ConfigError) as error:
         problem = str(error)
+    except Exception as error:  # noqa: BLE001  (files may have any content)
+        problem = f"its files are not a valid model ({type(error).__name__}: {one_line(error)})"
     return CheckpointDetails(model.name, model.size, model.path, requirements, quantization, problem, num_head_bytes)
 
 

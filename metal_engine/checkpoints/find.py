@@ -69,7 +69,7 @@ def find_model(args: EngineArgs, device: DeviceInfo, check: Check) -> FoundModel
         return FoundModel(fetch_demo_model(), DEMO_MODEL)
     check_model_name(args.model)
     path = Path(args.model).expanduser()
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         return FoundModel(path, path.stem)
     if path.is_dir():
         return FoundModel(path, args.model)

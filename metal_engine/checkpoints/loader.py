@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model
 from transformers import PreTrainedTokenizerFast
 
@@ -166,7 +166,7 @@ def _load(
         check(requirements)
         claim(requirements)
 
-    load_files = _load_gguf if found.path.suffix == ".gguf" else _load_directory
+    load_files = _load_gguf if found.path.suffix.lower() == ".gguf" else _load_directory
     loaded, requirements = load_files(found, args, dtype, device, admit, check_tokenizer, divide)
     loaded = replace(loaded, path=found.path)
     logger.info("loaded the weights: %s in %.1f s", format_size(requirements.weight_bytes), time.monotonic() - began)
@@ -237,7 +237,7 @@ def _load_directory(
     if device.kind == "cpu" and config.get("quantization"):
         model = dequantize(model)
     if dtype is not None:
-        model.set_dtype(dtype)
+        _cast(model, dtype)
     if divide is not None:
         divide(model)
     read_weights(model)
@@ -245,6 +245,17 @@ def _load_directory(
     can_generate = not weights.lacks_head
     fields = (model, config, tokenizer, source, eos_token_ids, found.name, sampling, pooler)
     return LoadedModel(*fields, reranker, can_generate), requirements
+
+
+def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Convert the weights of a model. In half precision, keep the weights that mlx-lm or MLX needs in float32."""
+    may_cast = getattr(model, "cast_predicate", lambda name: True)  # False for biases of routers, for example
+
+    def converted(name: str, array: mx.array) -> mx.array:
+        keeps_type = dtype != mx.float32 and (not may_cast(name) or name.endswith(".global_scale"))
+        return array if keeps_type or not mx.issubdtype(array.dtype, mx.floating) else array.astype(dtype)
+
+    model.update(tree_map_with_path(converted, model.parameters()))
 
 
 def read_weights(model: nn.Module) -> None:

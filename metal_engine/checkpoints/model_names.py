@@ -39,7 +39,7 @@ def parse_hub_name(name: str) -> HubName:
 
 def is_local(name: str) -> bool:
     """Return True if a name is a path, existing or not, and not a name on the hub."""
-    return name.startswith((".", "/", "~")) or name.endswith(".gguf") or Path(name).expanduser().exists()
+    return name.startswith((".", "/", "~")) or name.lower().endswith(".gguf") or Path(name).expanduser().exists()
 
 
 def is_ollama_name(name: str) -> bool:

@@ -22,7 +22,7 @@ def check_model_name(model: str) -> None:
     if model == DEMO_MODEL:
         return
     path = Path(model).expanduser()
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ModelLoadError(f"no such file: {path}")
         read_gguf_header(path)

@@ -28,7 +28,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
     Raises:
         ModelLoadError: there is no tokenizer, or it cannot be read or used.
     """
-    if folder.suffix == ".gguf" and folder.is_file():
+    if folder.suffix.lower() == ".gguf" and folder.is_file():
         return load_gguf_tokenizer(folder)
     if not any((folder / name).is_file() for name in _FILES) and not list(folder.glob("*.tiktoken")):
         raise ModelLoadError(f"{folder} has no tokenizer (no tokenizer.json): name another with --tokenizer")

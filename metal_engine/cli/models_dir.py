@@ -90,8 +90,8 @@ def _model_at(path: Path, name: str, passed_over: list[str]) -> dict[str, Path]:
     if path.name.startswith("."):
         return {}
     try:
-        if path.suffix == ".gguf" and path.is_file():
-            name = name.removesuffix(".gguf")
+        if path.suffix.lower() == ".gguf" and path.is_file():
+            name = name[: -len(".gguf")]
         elif not (path / "config.json").is_file():
             return {}
         str(path).encode()

@@ -62,8 +62,8 @@ def fetch(url: str, allowed_domains: Sequence[str]) -> bytes:
             # The timeout of a socket applies to each read, so a slow handshake or answer could take forever.
             timer = threading.Timer(max(deadline - time.monotonic(), 0.0), _shut, [sock])
             timer.daemon = True
-            timer.start()
             try:
+                timer.start()
                 if isinstance(sock, ssl.SSLSocket):
                     sock.do_handshake()
                 path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -80,7 +80,7 @@ def fetch(url: str, allowed_domains: Sequence[str]) -> bytes:
             finally:
                 timer.cancel()
                 connection.close()
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:  # RuntimeError: no more threads
         raise FetchError(f"cannot be downloaded: {error or type(error).__name__}") from error
     raise FetchError(f"has more than {_MAX_REDIRECTS} redirects")
 

@@ -191,6 +191,7 @@ def _largest_gap(paged: PagedModel, logits: list[np.ndarray], requests: _Request
     gaps = []
     for request, tokens in enumerate(requests.tokens):
         own = _own_logits(paged, mx.array(tokens), selection, int(requests.block_table[request, 0]))
+        mx.eval(own)  # raises errors of operations; the conversion to NumPy would not
         for found, ranges in zip(logits, requests.ranges, strict=True):
             expected = np.array(own[ranges[request][1] - 1].astype(mx.float32))
             scale = np.abs(expected).max()
@@ -227,6 +228,7 @@ def _run_step(
     logits = paged(mx.array(input_ids), rows, backend.for_step(rows))
     if logits.shape[0] != len(ranges):
         raise UnsupportedModelError("its LM head does not read the output of its trunk")
+    mx.eval(logits)  # raises errors of operations
     return np.array(logits.astype(mx.float32))[np.argsort(order)]
 
 

@@ -193,6 +193,7 @@ def _compare(
     got = out[..., : spec.latent_dim].astype(mx.float32).swapaxes(0, 1).reshape(expected.shape)
     error, step = got - expected, in_float - expected
     sums = [error.square().sum(), expected.square().sum(), noise.sum(), step.square().sum(), (error * step).sum()]
+    mx.eval(sums)  # raises errors of operations; the conversion to NumPy would not
     *squares, together = np.array(mx.stack(sums))
     off, size, noisy, moved = np.sqrt(squares)
     allowed = _SPACING[spec.dtype] * noisy

@@ -96,7 +96,7 @@ def expected_model_info(
 
 
 def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> ModelInfo:
-    text_config = config.get("text_config", config)
+    text_config = config.get("text_config") or config
     num_heads = text_config.get("num_attention_heads") or 1
     return ModelInfo(
         name=name,

@@ -120,10 +120,11 @@ def _built(
     model: PagedModel, backend: AttentionBackend, replay: DecodeReplay, input_ids: mx.array, rows: StepRows
 ) -> np.ndarray:
     attention = backend.for_step(rows)
-    logits = np.array(model(input_ids, rows, attention).astype(mx.float32))
+    logits = model(input_ids, rows, attention)
+    mx.eval(logits)  # raises errors of operations; the conversion to NumPy would not
     model.pool.evaluate()
     replay.learn(attention)
-    return logits
+    return np.array(logits.astype(mx.float32))
 
 
 def _replayed(model: PagedModel, replay: DecodeReplay, input_ids: mx.array, rows: StepRows) -> np.ndarray | None:
@@ -131,7 +132,7 @@ def _replayed(model: PagedModel, replay: DecodeReplay, input_ids: mx.array, rows
     for _ in range(TRACE_AT):
         (logits, _), outcome = replay.forward((input_ids,), rows, lambda: (mx.array(0.0), None))
         if outcome in ("traced", "replayed"):
-            found = np.array(logits.astype(mx.float32))
+            mx.eval(logits)
             model.pool.evaluate()
-            return found
+            return np.array(logits.astype(mx.float32))
     return None

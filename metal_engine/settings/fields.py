@@ -13,6 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from metal_engine.errors import ConfigError
@@ -169,20 +170,23 @@ def parse_size(text: str) -> int:
     if match is None or (match[3] and not match[2]):
         raise ValueError(f"{text!r} is not a size such as 2GiB, 512MB or 1073741824")
     if match[2] and not match[3] and not text.strip().lower().endswith("b"):
-        return parse_count(text)
-    return _multiplied(match[1], 1024 if match[3] else 1000, match[2])
+        return int(_multiplied(match[1], 1024 if text.strip()[-1].isupper() else 1000, match[2]))
+    return int(_multiplied(match[1], 1024 if match[3] else 1000, match[2]))
 
 
 def parse_count(text: str) -> int:
     """Parse an integer as vLLM does: ``4096``, ``4k`` (4,000) or ``4K`` (4,096). The prefixes m, g and t work alike.
 
     Raises:
-        ValueError: the text has another format.
+        ValueError: the text has another format, or is not a whole number.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtKMGT]?)", text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a number such as 4096, 4k or 4K")
-    return _multiplied(match[1], 1024 if match[2].isupper() else 1000, match[2].lower())
+    count = _multiplied(match[1], 1024 if match[2].isupper() else 1000, match[2].lower())
+    if count.denominator != 1:
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(count)
 
 
 def format_size(num_bytes: int) -> str:
@@ -195,9 +199,8 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes / 1024:.0f} KiB" if num_bytes >= 10_240 else f"{num_bytes} bytes"
 
 
-def _multiplied(number: str, base: int, prefix: str) -> int:
-    factor = base ** (1 + _PREFIXES.index(prefix)) if prefix else 1
-    return int(number) * factor if number.isdigit() else int(float(number) * factor)
+def _multiplied(number: str, base: int, prefix: str) -> Fraction:
+    return Fraction(number) * (base ** (1 + _PREFIXES.index(prefix)) if prefix else 1)
 
 
 def parse(setting: Setting, value: Any, source: str) -> Any:

@@ -319,8 +319,8 @@ def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
     """Return the tokens per step: 2,048 on a GPU, or the power of two that takes about a second on a CPU."""
     if device.kind != "cpu":
         return 2048
-    tokens = _CPU_FLOPS * _CPU_STEP_SECONDS / (2 * model.num_params)
-    return min(2048, max(64, 1 << int(tokens).bit_length() - 1))
+    tokens = max(64, int(_CPU_FLOPS * _CPU_STEP_SECONDS / (2 * model.num_params)))
+    return min(2048, 1 << tokens.bit_length() - 1)
 
 
 def _uncut_tokens(args: EngineArgs, model: ModelInfo) -> int:

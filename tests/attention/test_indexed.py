@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -114,6 +114,17 @@ def test_rows_attend_to_the_keys_with_the_largest_scores(sizes: str, limits: str
 def test_each_kv_head_attends_to_blocks_of_its_own(blocks: SelectionSize, limits: str) -> None:
     step = IndexedStep.random(SEGMENTS, blocks=blocks, **SIZES["two KV heads"])
     assert gap(step.attend(PortableBackend(), LIMITS[limits]), step.reference()) < 2e-5
+
+
+def test_a_selection_that_fails_later_is_an_error() -> None:
+    """Such an operation fails when it runs. A conversion to NumPy then gives zeros."""
+    step = IndexedStep.random(SEGMENTS, **LATENTS)
+    plan = plan_selection(step.packed.rows, TOP_K, step.index.dims)
+    assert plan is not None
+    selection = select_keys(plan, step.index, step.index_state)
+    wrong = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0].astype(mx.int32)
+    with pytest.raises(RuntimeError, match="LU factorization failed"):
+        replace(selection, positions=[positions + wrong for positions in selection.positions]).by_row()
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 40])

@@ -36,6 +36,7 @@ from tests.support.checkpoint_files import (
     write_checkpoint,
     write_tokenizer,
 )
+from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import tiny_model
 
 # Clearing a KV cache of the default size would take most of a test's time.
@@ -93,6 +94,20 @@ def test_loads_as_mlx_lm_does(tmp_path: Path, options: dict[str, Any]) -> None:
 
 def test_the_size_of_weights_in_another_type(tmp_path: Path) -> None:
     load_args(write_checkpoint(tmp_path, bits=6), dtype="bfloat16")
+
+
+def test_half_precision_keeps_the_weights_that_mlx_lm_needs_in_float32(tmp_path: Path) -> None:
+    config = configuration("glm4_moe") | {"vocab_size": VOCAB_SIZE, "eos_token_id": VOCAB_SIZE - 1}
+    folder = write_checkpoint(tmp_path / "routers", config=config)
+    for dtype, kept in (("bfloat16", mx.float32), ("float16", mx.float32), ("float32", mx.float32)):
+        arrays = tree_flatten(load(EngineArgs(model=str(folder), dtype=dtype), CPU).model.parameters())
+        biases = {array.dtype for name, array in arrays if name.endswith("e_score_correction_bias")}
+        others = {array.dtype for name, array in arrays if not name.endswith("e_score_correction_bias")}
+        assert (biases, others) == ({kept}, {getattr(mx, dtype)})
+    options: dict[str, Any] = {"bits": 4, "mode": "nvfp4", "global_scale": True, "config": EXPERTS}
+    folder = write_checkpoint(tmp_path / "scales", **options)
+    arrays = tree_flatten(load(EngineArgs(model=str(folder), dtype="bfloat16"), METAL).model.parameters())
+    assert {array.dtype for name, array in arrays if name.endswith("global_scale")} == {mx.float32}
 
 
 def test_nvfp4_s_scale_of_each_expert_is_kept(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_and_a_gguf_file(tmp_path: Path, demo_path: Path) -> None:
     folder = checkpoint(tmp_path / "a", num_hidden_layers=7)
     assert known_config(EngineArgs(model=folder)) == {"model_type": "llama", "num_hidden_layers": 7}
-    for model in (str(demo_path), "demo"):
+    (tmp_path / "M.GGUF").symlink_to(demo_path)
+    for model in (str(demo_path), str(tmp_path / "M.GGUF"), "demo"):
         config = known_config(EngineArgs(model=model))
         assert config is not None and config["num_hidden_layers"] == 30
 
@@ -49,6 +50,19 @@ def test_a_repository_in_the_cache(tmp_path: Path) -> None:
     checkpoint(repo / "snapshots" / "c0ffee", num_hidden_layers=9)
     args = EngineArgs(model="some/model", download_dir=str(tmp_path))
     assert known_config(args) == {"model_type": "llama", "num_hidden_layers": 9}
+
+
+def test_a_repository_of_gguf_files_in_the_cache(tmp_path: Path, demo_path: Path) -> None:
+    """An image encoder is not the model."""
+    repo = tmp_path / "models--some--model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("c0ffee")
+    files = repo / "snapshots" / "c0ffee"
+    (files / "Q4_1").mkdir(parents=True)
+    (files / "Q4_1" / "model-Q4_1.gguf").symlink_to(demo_path)
+    (files / "mmproj-model-f16.gguf").write_bytes(b"GGUF")
+    config = known_config(EngineArgs(model="some/model", download_dir=str(tmp_path)))
+    assert config is not None and config["num_hidden_layers"] == 30
 
 
 @pytest.mark.parametrize("model", ["some/other", "./nowhere", "./nowhere.gguf"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from metal_engine.checkpoints.hub.preflight import choose_gguf
-from metal_engine.checkpoints.model_names import HubName, did_you_mean, gguf_models, parse_hub_name
+from metal_engine.checkpoints.model_names import HubName, did_you_mean, gguf_models, is_local, parse_hub_name
 from metal_engine.errors import ModelLoadError
 
 
@@ -23,6 +23,10 @@ from metal_engine.errors import ModelLoadError
 )
 def test_parts_of_a_name(name: str, parts: tuple[str, str | None, str | None]) -> None:
     assert parse_hub_name(name) == HubName(*parts)
+
+
+def test_names_of_files_in_upper_case() -> None:
+    assert is_local("nowhere/M.gguf") and is_local("nowhere/M.GGUF") and not is_local("nowhere/M")
 
 
 # Names as on the hub.

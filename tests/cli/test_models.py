@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import pwd
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import Result
+from gguf import GGUFWriter
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from metal_engine.cli.main import app
 from tests.support.checkpoint_files import CONFIG, write_checkpoint
 from tests.support.fake_hub import FakeHub, Repo, asked_hub
+from tests.support.gguf_files import finish
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +99,31 @@ def test_pull_takes_by_force_what_would_not_run(hub: FakeHub) -> None:
     (row,) = json.loads(run("list", "--json").stdout)
     assert not row["runs_here"] and "nonesuch" in row["problem"]
     assert "no: " in run("list").stdout
+
+
+def test_a_file_that_is_no_model_does_not_end_the_list(hub: FakeHub, tmp_path: Path) -> None:
+    repo = tmp_path / "hub" / "models--org--odd"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("c0ffee")
+    (repo / "snapshots" / "c0ffee").mkdir(parents=True)
+    writer = GGUFWriter(repo / "snapshots" / "c0ffee" / "odd-Q4_0.GGUF", "llama")
+    writer.add_string("llama.attention.head_count", "two")
+    writer.add_embedding_length(8)
+    writer.add_feed_forward_length(8)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
+    finish(writer, repo)
+    (row,) = json.loads(run("list", "--json").stdout)
+    assert row["name"] == "org/odd:Q4_0" and "not a valid model" in row["problem"]
+    assert "not a valid model" in run("show", "org/odd").stdout
+
+
+@pytest.mark.parametrize("command", [("list",), ("show", "org/tiny"), ("rm", "demo", "--yes")])
+def test_without_a_home_directory(hub: FakeHub, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "METAL_ENGINE_CACHE", "METAL_ENGINE_DOWNLOAD_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    result = run(*command)
+    assert result.exit_code == 1 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert "no home directory" in line and "METAL_ENGINE_CACHE" in line

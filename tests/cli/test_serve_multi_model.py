@@ -179,6 +179,7 @@ def test_folders_that_are_passed_over(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text("{}")
     (tmp_path / os.fsdecode(b"caf\xe9.gguf")).touch()
+    (tmp_path / "upper.GGUF").touch()
     stat = Path.stat
 
     def refuse(path: Path, **options: Any) -> os.stat_result:
@@ -188,7 +189,7 @@ def test_folders_that_are_passed_over(
         return stat(path, **options)
 
     monkeypatch.setattr(Path, "stat", refuse)
-    assert models_in(tmp_path).keys() == {"good", "org/in", "half/in"}
+    assert models_in(tmp_path).keys() == {"good", "org/in", "half/in", "upper"}
     (line,) = caplog.messages
     assert line.isascii() and line.isprintable()
     wanted = ["caf\\udce9'", "caf\\udce9.gguf'", "caf\\udce8 org/in'", "/closed'", "half/closed'", "Permission denied"]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,26 @@ def test_a_slow_answer_is_cut(url: str, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(FetchError):
         fetch(f"{url}/slow", [HOST])
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_without_threads_the_connection_is_closed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets = []
+    connect = module._connect
+
+    def recorded(*args: Any) -> Any:
+        connection, sock = connect(*args)
+        sockets.append(sock)
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        return connection, sock
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(module, "_connect", recorded)
+    with pytest.raises(FetchError, match="can't start new thread"):
+        fetch(f"{url}/a", [HOST])
+    assert [sock.fileno() for sock in sockets] == [-1]
 
 
 def test_each_host_of_a_redirect_is_checked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

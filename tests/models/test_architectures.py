@@ -16,7 +16,7 @@ import mlx_lm.kernels
 import mlx_lm.models
 import numpy as np
 import pytest
-from mlx_lm.models import bitlinear_layers, deepseek_v41
+from mlx_lm.models import bitlinear_layers, deepseek_v41, llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from metal_engine.attention.portable.backend import PortableBackend
@@ -259,6 +259,19 @@ def test_what_fails_while_a_model_is_opened_is_a_refusal_too(monkeypatch: pytest
     monkeypatch.setattr(mx, "eval", fail)
     with pytest.raises(UnsupportedModelError, match="the device cannot do it"):
         PagedModel(model)
+
+
+def test_operations_that_fail_later_are_a_refusal_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an operation fails when it runs. A conversion to NumPy then gives zeros, in both passes of the check."""
+    paged = PagedModel(random_model(configuration("llama")))
+    forward = llama.Model.__call__
+
+    def failing(*args: Any, **options: Any) -> mx.array:
+        return forward(*args, **options) + mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0]
+
+    monkeypatch.setattr(llama.Model, "__call__", failing)
+    with pytest.raises(UnsupportedModelError, match="LU factorization failed"):
+        check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -44,6 +44,12 @@ def test_kv_of_a_token(model_type: str) -> None:
     assert (info.vocab_size, info.num_layers) == (paged.vocab_size, num_layers)
 
 
+def test_a_section_of_the_text_model_may_be_null() -> None:
+    requirements = facts("llama")
+    requirements.config["text_config"] = None
+    assert expected_model_info("x", requirements) == expected_model_info("x", facts("llama"))
+
+
 @pytest.mark.parametrize(
     ("flag", "setting"),
     [

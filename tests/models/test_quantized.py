@@ -139,6 +139,21 @@ def test_the_check_notices_mistakes(
         check(wide_model("llama", kv_cache_dtype, dtype=dtype))
 
 
+def test_the_check_notices_attention_that_fails_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an operation fails when it runs. A conversion to NumPy then gives zeros, which would pass as exact."""
+
+    class Failing(PortableStep):
+        def attend(self, *args: Any, **options: Any) -> mx.array:
+            return super().attend(*args, **options) + mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0]
+
+    class FailingBackend(PortableBackend):
+        def for_step(self, rows: StepRows) -> PortableStep:
+            return Failing(rows, self._limits, self._weights)
+
+    with pytest.raises(UnsupportedModelError, match="LU factorization failed"):
+        check_paged_model(wide_model("llama", "int8"), FailingBackend(), VOCAB_SIZE)
+
+
 def _later_positions_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     positions = LayerCache.offset.fget
 

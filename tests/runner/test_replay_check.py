@@ -189,6 +189,19 @@ def test_wrong_states_are_refused(make: Callable[..., Any], architecture: str, m
     assert replay.refusal is not None and "replayed logits differ from the logits of built steps by" in replay.refusal
 
 
+def test_a_step_that_fails_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an operation fails when it runs. A conversion to NumPy then gives zeros, in built and replayed steps."""
+    forward = PagedModel.forward_of_arrays
+
+    def failing(*args: Any) -> Any:
+        logits, hidden = forward(*args)
+        return logits + mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0], hidden
+
+    monkeypatch.setattr(PagedModel, "forward_of_arrays", failing)
+    replay, _ = checked()
+    assert replay.refusal is not None and "LU factorization failed" in replay.refusal
+
+
 def test_a_step_that_fails_is_the_last(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     evaluate = DecodeReplay.forward
 

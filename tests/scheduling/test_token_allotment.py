@@ -396,6 +396,8 @@ def test_auto_settings() -> None:
     assert config.long_prefill_token_threshold == config.max_num_batched_tokens
     assert 100_000 < config.max_attention_work < 10_000_000
     assert resolve(max_num_partial_prefills=1).long_prefill_token_threshold > 10**9, "one slot: strictly in order"
+    huge = resolve_config(EngineArgs(model="m"), replace(MODEL, num_params=10**11), CPU, "mlx").scheduler
+    assert huge.max_num_batched_tokens == 64, "a token takes more than a second"
     gpu = resolve_config(EngineArgs(model="m"), MODEL, replace(CPU, kind="metal"), "mlx").scheduler
     assert gpu.max_attention_work > config.max_attention_work
     assert resolve(max_attention_work=5, long_prefill_token_threshold=9).max_attention_work == 5

@@ -194,13 +194,15 @@ def test_no_sizes(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("7", 7), ("4k", 4000), ("4K", 4096), ("1.5K", 1536), ("2m", 2_000_000), ("1M", 1 << 20)]
-)
+    ("text", "count"),
+    [("7", 7), ("7.0", 7), ("4k", 4000), ("4.1k", 4100), ("4K", 4096), ("1.5K", 1536), ("2m", 2_000_000),
+     ("1M", 1 << 20)],
+)  # fmt: skip
 def test_counts(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "k", "4kb", "4KiB", "-4k", "4.5.6k", "1e3"])
+@pytest.mark.parametrize("text", ["", "k", "4kb", "4KiB", "-4k", "4.5.6k", "1e3", "1.5", "4096.7", "0.0001k"])
 def test_no_counts(text: str) -> None:
     with pytest.raises(ValueError):
         parse_count(text)

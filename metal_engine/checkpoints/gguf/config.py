@@ -84,6 +84,8 @@ def _check_sizes(header: GgufHeader, architecture: Architecture) -> tuple[int, i
     ffn_size = header.require_value("feed_forward_length")
     if any(isinstance(value, list) for value in (num_heads, num_kv_heads, ffn_size)):
         raise UnsupportedModelError(f"{header.path.name}: {arch} with layers of unequal sizes is not supported")
+    if num_heads == 0:
+        raise ModelLoadError(f"{header.path.name}: {arch}.attention.head_count is 0: not a valid model")
     head_dim = header.head_dim
     others = {header.value("attention.value_length", head_dim), header.value("rope.dimension_count_swa", head_dim)}
     rotated = header.value("rope.dimension_count", head_dim)
@@ -120,7 +122,7 @@ def _rope_scaling(header: GgufHeader, architecture: Architecture) -> dict[str, A
     if kind == "none":
         return None
     if kind == "linear" and kind in architecture.rope_scaling:
-        return {"type": "linear", "factor": values["factor"]}
+        return {"type": "linear", "factor": header.require_value("rope.scaling.factor")}
     # Factors that multiply or replace the usual attention factor.
     attention = {values.get(key, 1.0) for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")}
     if (
@@ -131,8 +133,8 @@ def _rope_scaling(header: GgufHeader, architecture: Architecture) -> dict[str, A
     ):
         return {
             "type": "yarn",
-            "factor": values["factor"],
-            "original_max_position_embeddings": values["original_context_length"],
+            "factor": header.require_value("rope.scaling.factor"),
+            "original_max_position_embeddings": header.require_value("rope.scaling.original_context_length"),
             "beta_fast": values.get("yarn_beta_fast", 32.0),
             "beta_slow": values.get("yarn_beta_slow", 1.0),
         }

@@ -6,6 +6,7 @@ same meaning as in ``huggingface_hub``.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -199,15 +200,16 @@ def cached_path(repo: HubRepo, name: str, download_dir: str | None) -> Path | No
     """Return the path in the cache of a file at the repository's commit; None if the cache lacks it."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo.name, name, cache_dir=download_dir, revision=repo.commit)
+    # Unlike snapshot_download, this function does not expand "~".
+    found = try_to_load_from_cache(repo.name, name, cache_dir=cache_folder(download_dir), revision=repo.commit)
     return Path(found) if isinstance(found, str) else None
 
 
 def cache_folder(download_dir: str | None) -> Path:
-    """Return the folder of the cache, which may not exist yet."""
+    """Return the folder of the cache, which may not exist yet. Keep ``~`` if there is no home directory."""
     from huggingface_hub import constants
 
-    return Path(download_dir or constants.HF_HUB_CACHE).expanduser()
+    return Path(os.path.expanduser(download_dir or constants.HF_HUB_CACHE))
 
 
 def cached_repos(download_dir: str | None) -> list[str]:

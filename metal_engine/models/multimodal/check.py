@@ -146,6 +146,7 @@ def _prompt(encoder: MlxVlmEncoder, vocab_size: int, seed: int) -> _Prompt:
     axes = None
     if encoder.axes is not None:
         merged = model.get_input_embeddings(input_ids, pixels, **inputs)
+        mx.eval(merged.position_ids, merged.rope_deltas)  # raises errors of operations; NumPy would not
         prompt_axes = np.array(merged.position_ids).reshape(3, -1).astype(np.int32)
         axes = AxesPositions(prompt_axes, int(np.array(merged.rope_deltas).item()))
     cache = make_prompt_cache(model.language_model)
@@ -159,6 +160,7 @@ def _prompt(encoder: MlxVlmEncoder, vocab_size: int, seed: int) -> _Prompt:
             ).logits[0]
     else:
         logits = model(input_ids, pixel_values=pixels, mask=None, cache=cache, **inputs).logits[0]
+    mx.eval(logits)
     return _Prompt(token_ids, image, axes, np.array(logits.astype(mx.float32)))
 
 
@@ -174,7 +176,9 @@ def _largest_gap(paged: PagedModel, encoder: MlxVlmEncoder, prompt: _Prompt) -> 
     gaps = []
     try:
         for start, stop in pairwise(cuts):
-            found = np.array(_run_chunk(paged, prompt, features, start, stop).astype(mx.float32))
+            logits = _run_chunk(paged, prompt, features, start, stop)
+            mx.eval(logits)
+            found = np.array(logits.astype(mx.float32))
             expected = prompt.logits[stop - 1]
             gaps.append(np.abs(found - expected).max() / (np.abs(expected).max() or 1.0))
     finally:

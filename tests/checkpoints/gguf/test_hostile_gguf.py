@@ -114,8 +114,9 @@ CASES: dict[str, tuple[bytes, str]] = {
     "huge alignment": (file([tensor("a", [8])], [number("general.alignment", 1 << 31)]), "corrupted"),
     "more layers than tensors": (model(layers=number("llama.block_count", 1 << 31)), "layers but has 1 tensors"),
     "layers in words": (model(layers=word("llama.block_count", "one")), "not a valid model (TypeError"),
-    "no heads": (model(heads=number("llama.attention.head_count", 0)), "not a valid model (ZeroDivisionError"),
-    "half a scaling": (model(word("llama.rope.scaling.type", "yarn")), "not a valid model (KeyError"),
+    "no heads": (model(heads=number("llama.attention.head_count", 0)), "attention.head_count is 0"),
+    "half a scaling": (model(word("llama.rope.scaling.type", "yarn")), "has no llama.rope.scaling.factor"),
+    "linear scaling of nothing": (model(word("llama.rope.scaling.type", "linear")), "no llama.rope.scaling.factor"),
     "architecture is a list": (
         model(**{"general.architecture": words("general.architecture", ["x"] * 1000)}),
         "is not supported",
@@ -126,7 +127,7 @@ CASES: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_refused_in_one_line(tmp_path: Path, case: str) -> None:
     content, expected = CASES[case]
-    path = tmp_path / "m.gguf"
+    path = tmp_path / ("m.GGUF" if case == "no heads" else "m.gguf")
     path.write_bytes(content)
     with pytest.raises(ModelLoadError) as caught:
         load(EngineArgs(model=str(path)), DEVICE)

@@ -160,6 +160,17 @@ def test_fetched_once_then_found_without_a_network(
     check_errors(offline, NEAR_MISSES)
 
 
+def test_a_download_dir_in_the_home_directory(asked: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell expands ``~`` in ``--download-dir ~/models``, but not in ``--download-dir=~/models``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = {"model": "org/plain", "download_dir": "~/models"}
+    assert load_all([model]) == [LOADED]
+    asked.requests.clear()
+    assert load_all([model]) == [LOADED]
+    assert not any("/resolve/" in path for path in asked.requests)
+    assert list((tmp_path / "models").rglob("config.json"))
+
+
 def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections to a server with a full queue hang, like connections to an address that drops packets."""
     monkeypatch.setattr(hub, "CONNECT_SECONDS", 0.2)

@@ -87,6 +87,22 @@ def test_mistakes(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check_images(paged, encoder, language_model)
 
 
+def test_a_forward_that_fails_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an operation fails when it runs. A conversion to NumPy then gives zeros, in both passes of the check."""
+    paged, encoder, language_model = parts(QWEN3_VL)
+    paged.add_image_encoder(encoder)
+    forward = nn.Linear.__call__
+
+    def failing(self: nn.Linear, x: mx.array) -> mx.array:
+        output = forward(self, x)
+        is_head = output.shape[-1] == paged.vocab_size
+        return output + mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0] if is_head else output
+
+    monkeypatch.setattr(nn.Linear, "__call__", failing)
+    with pytest.raises(RuntimeError, match="LU factorization failed"):
+        check_images(paged, encoder, language_model)
+
+
 def test_axes_that_do_not_fit() -> None:
     paged, encoder, _ = parts(QWEN3_VL)
     encoder.axes = Axes((4, 4, 4), interleaved=True)
