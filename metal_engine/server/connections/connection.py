@@ -212,11 +212,11 @@ class Connection(HttpToolsProtocol):
         self._refused = True
         if len(self._unanswered) > (self._phase == "body"):
             # Responses to earlier requests come before this error, and a queue for the error alone is not worthwhile.
-            # The connection therefore closes after those responses. If the body of this request is arriving, the
-            # connection closes immediately, and the client loses the rest of those responses.
-            self.cycle.keep_alive = False
+            # The connection therefore closes after those responses.
             if self._phase == "body":
-                self.transport.close()
+                _disconnect(self._unanswered.pop())
+                self.pipeline.popleft()  # the application has not received this request yet
+            self._unanswered[-1].keep_alive = False
             return
         if self._phase == "body" and self._unanswered:
             _disconnect(self._unanswered.pop())
