@@ -116,8 +116,8 @@ class Connection(HttpToolsProtocol):
         self._has_reported = True
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
         super().on_url(url)
+        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase == "body":  # a trailer must not count as a header of the request
@@ -230,8 +230,7 @@ class Connection(HttpToolsProtocol):
         self._deadline = self.loop.time() + _LINGER_SECONDS
 
     def _write(self, error: APIError) -> None:
-        path = "/v1/messages" if getattr(self, "url", b"").startswith(b"/v1/messages") else "/"
-        scope: Scope = {"path": path}
+        scope: Scope = {"path": getattr(self, "url", b"").decode("latin-1")}  # may be incomplete
         response = error_response(error, scope)
         request_id = uuid.uuid4().hex
         # The client is not authenticated. At a higher level, anyone could fill the log.
