@@ -46,8 +46,10 @@ def add_lora_routes(app: FastAPI, served: ServedModel, lora_dir: Path) -> None:
             served.engine.load_adapter(body.lora_name, body.lora_path, lora_dir, in_place=body.load_inplace)
 
         try:
-            async with one_at_a_time:
-                await served.workers.run(Weight.HEAVY, load)
+            await one_at_a_time.acquire()
+            loading = asyncio.ensure_future(served.workers.run(Weight.HEAVY, load))
+            loading.add_done_callback(lambda _: one_at_a_time.release())
+            await asyncio.shield(loading)  # if the client disconnects, the load goes on and keeps the lock
         except AdapterError as error:
             raise invalid(str(error), param=error.param) from error
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."

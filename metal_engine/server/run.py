@@ -22,7 +22,7 @@ from fastapi import FastAPI
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.errors import ConfigError
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.server.app import app_of, create_app
 from metal_engine.server.connections.acceptor import Acceptor
@@ -118,15 +118,20 @@ class Server(uvicorn.server.Server):
     async def startup(self, sockets: Any = None) -> None:
         """Start to accept connections, up to a limit, and start the background tasks.
 
-        Replaces uvicorn's own method, which does not limit the number of connections.
+        Replaces uvicorn's own method, which does not limit the number of connections. Raises ConfigError if another
+        process listens on the address by now, and the exceptions of ``prepare``.
         """
         if self._prepare is not None:
             await self._prepare()
         self._loop = asyncio.get_running_loop()
         listening = sockets or [socket.create_server((self.config.host, self.config.port))]
         acceptors = [self._acceptor(one) for one in listening]
-        for acceptor in acceptors:
-            acceptor.start(self.config.backlog)
+        try:
+            for acceptor in acceptors:
+                acceptor.start(self.config.backlog)
+        except OSError as error:
+            port = listening[0].getsockname()[1]
+            raise ConfigError("--port", f"cannot listen on --port {port}: {error.strerror}; choose another") from error
         self.servers = cast(list[Any], acceptors)
         self.started = True
         self._spawn(self._watch_engine())
@@ -305,11 +310,7 @@ def _run(server: Server, listener: Listener, shut_down: Callable[[float], bool])
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         server.run(sockets=[listener.socket])
-    except OSError as error:
-        shut_down(_ENGINE_STOP_SECONDS)
-        problem = f"cannot listen on {listener.url}: {error.strerror}; choose another --port"
-        raise ConfigError("--port", problem) from error
-    except (ConfigError, ModelLoadError):  # raised by `prepare`
+    except Exception:  # raised by `startup`
         server.close_workers()
         shut_down(_ENGINE_STOP_SECONDS)
         raise

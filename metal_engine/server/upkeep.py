@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from metal_engine.device.allocator import give_back_freed_memory
@@ -10,6 +11,8 @@ from metal_engine.device.blas.threads import blas_threads
 from metal_engine.device.memory_pressure import MemoryPressure, memory_pressure
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.workers import Workers
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 1.0
 # Idle polls before the server returns memory. The delay keeps memory between the turns of a conversation.
@@ -20,7 +23,7 @@ _BUSY_POLLS = 5
 _IDLE_SECONDS = {MemoryPressure.WARNING: 10.0, MemoryPressure.CRITICAL: 0.0}
 
 ReleaseMemory = Callable[[float], None]
-"""Releases the memory of models that have been idle for at least some seconds."""
+"""Function that releases the memory of models. Its argument is the minimum idle time of a model in seconds."""
 
 
 class FreedMemory:
@@ -64,14 +67,17 @@ def release_idle_memory(release_memory: ReleaseMemory, pressure: MemoryPressure)
 async def run_upkeep(lifecycle: Lifecycle, workers: Workers, release_memory: ReleaseMemory) -> None:
     """Once a second, adapt the number of BLAS threads, and return memory if it is time. Runs until it is cancelled.
 
-    Returns freed memory to the system, and releases memory of idle models under memory pressure.
+    Returns freed memory to the system, and releases memory of idle models under memory pressure. Logs errors.
     """
     memory, threads = FreedMemory(lifecycle, workers), blas_threads()
     await asyncio.to_thread(give_back_freed_memory)  # memory that loading freed
     while True:
         await asyncio.sleep(_POLL_SECONDS)
-        if threads is not None:
-            threads.adapt()
-        release_idle_memory(release_memory, memory_pressure())
-        if memory.is_due():
-            await asyncio.to_thread(give_back_freed_memory)
+        try:
+            if threads is not None:
+                threads.adapt()
+            release_idle_memory(release_memory, memory_pressure())
+            if memory.is_due():
+                await asyncio.to_thread(give_back_freed_memory)
+        except Exception:
+            logger.exception("periodic work of the server has failed, and is repeated in %g s", _POLL_SECONDS)

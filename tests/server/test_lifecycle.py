@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import signal
 import socket
@@ -19,11 +21,18 @@ import httpx
 import pytest
 
 from metal_engine.errors import ConfigError
+from metal_engine.server import run
+from metal_engine.server.app import create_app
+from metal_engine.server.connections.acceptor import Acceptor
+from metal_engine.server.errors import APIError
 from metal_engine.server.listen import listen
+from metal_engine.server.run import Server
+from metal_engine.server.workers import Weight
 from metal_engine.settings.server_args import ServerArgs
 from tests.server.test_errors import check_error, sse_events
 from tests.support.fake_process import DEADLY, ENDLESS
 from tests.support.serving import DEADLINE, wait_until
+from tools.fixtures.fake_engine import FakeRunner, fake_config, fake_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 STREAM = {"prompt": "a", "max_tokens": 90_000, "stream": True}
@@ -154,6 +163,41 @@ def test_the_death_of_the_engine_ends_the_process() -> None:
         status, log = server.end()
         assert status == 1
         assert log.count("the engine thread has died") == 1
+
+
+@pytest.mark.parametrize("part", ["prepare", "listen"])
+def test_an_error_at_the_start_ends_the_workers_and_the_engine(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only an error about the socket is an error about the port."""
+    problem = OSError(errno.EADDRINUSE, "not available")
+
+    async def prepare() -> None:
+        if part == "prepare":
+            raise problem
+
+    def start(*_: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(Acceptor, "start", start)
+    monkeypatch.setattr("gc.freeze", lambda: None)  # settings of the process, which later tests would keep
+    monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
+    config = fake_config()
+    engine = fake_engine(FakeRunner(config.cache.block_size), config)
+    app = create_app(engine, ["x"])
+    server = Server(app, app.state.models, prepare=prepare)
+    expected: tuple[type[Exception], str] = (OSError, "not available")
+    if part == "listen":
+        expected = ConfigError, r"cannot listen on --port \d+: not available"
+    has_ended: list[bool] = []
+
+    def shut_down(timeout: float) -> bool:
+        has_ended.append(engine.shutdown(timeout))
+        return has_ended[-1]
+
+    with listen(ServerArgs(port=0)) as listener, pytest.raises(expected[0], match=expected[1]):
+        run._run(server, listener, shut_down)
+    assert has_ended == [True]
+    with pytest.raises(APIError, match="shutting down"):
+        asyncio.run(app.state.models.workers.run(Weight.LIGHT, int))
 
 
 def test_a_signal_while_the_model_loads(demo_path: Path) -> None:

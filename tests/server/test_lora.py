@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.errors import ConfigError
 from metal_engine.server.app import create_app
+from metal_engine.server.workers import Weight
 from metal_engine.settings.server_args import ServerArgs
 from tests.support import adapters
-from tests.support.serving import DEADLINE, Served, serve
+from tests.support.raw_http import crowd, post
+from tests.support.serving import DEADLINE, Served, serve, wait_until
 from tests.support.tiny_engine import tiny_reference
 from tools.fixtures.fake_engine import byte_ids, fake_engine, tiny_tokenizer
 from tools.fixtures.lora_adapters import write_peft
@@ -228,6 +232,34 @@ def test_unloading_while_requests_run(served: Served, answers: dict[str, str]) -
     assert answer(served, "b") == answers["b"]
     thread.join(60)
     assert "".join(texts).rstrip(HALF) == alone
+
+
+def test_a_load_whose_client_left_still_holds_back_other_loads(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two loads at a time would occupy both threads for heavy work."""
+    begun: list[str] = []
+    release = threading.Event()
+
+    def slow(name: str, *_: object, **__: object) -> None:
+        begun.append(name)
+        release.wait(DEADLINE)
+
+    monkeypatch.setattr(served.engine, "load_adapter", slow)
+    body = b'{"lora_name": "x", "lora_path": "b"}'
+    with crowd(served.url, 1, post(body=body).replace(b"/v1/completions", b"/v1/load_lora_adapter")):
+        wait_until(lambda: begun == ["x"], "the load to begin")
+    lifecycle = served.server._lifecycle
+    wait_until(lambda: lifecycle.num_active == 0, "the disconnect")
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(load, served, "y", "b")
+        try:
+            wait_until(lambda: lifecycle.num_active == 1, "the second load")
+            heavy = served.server._models.workers.run(Weight.HEAVY, int)
+            assert asyncio.run_coroutine_threadsafe(heavy, served.loop).result(DEADLINE) == 0
+            assert begun == ["x"]
+        finally:
+            release.set()
+        assert second.result().status_code == 200
+    assert begun == ["x", "y"]
 
 
 def test_clients_may_not_without_the_setting() -> None:

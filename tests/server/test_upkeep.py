@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
+
+import pytest
 
 from metal_engine.device.memory_pressure import MemoryPressure
+from metal_engine.server import upkeep
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.upkeep import FreedMemory, release_idle_memory
 from metal_engine.server.workers import Workers
@@ -67,6 +71,28 @@ def test_a_large_body_is_returned_while_the_server_is_busy() -> None:
     server.num_heavy += 1
     assert polls_until_due(memory) == 5  # not after each of many heavy tasks
     assert polls_until_due(memory) is None
+
+
+def test_upkeep_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(upkeep, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(upkeep, "memory_pressure", lambda: MemoryPressure.CRITICAL)
+    monkeypatch.setattr(upkeep, "blas_threads", lambda: None)
+    num_calls = 0
+
+    def release(_seconds: float) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise RuntimeError("cannot release")
+
+    async def run() -> None:
+        server: Any = Server()
+        task = asyncio.create_task(upkeep.run_upkeep(server, server, release))
+        while num_calls < 3 and not task.done():
+            await asyncio.sleep(0.001)
+        task.cancel()
+
+    asyncio.run(run())
+    assert num_calls >= 3 and caplog.text.count("RuntimeError: cannot release") == num_calls
 
 
 def test_an_idle_model_frees_its_cache_under_pressure(served: Served) -> None:

@@ -210,6 +210,8 @@ SHAPES = [
     shape("12", get() * 12, *[200] * 9, at_any_pace=False),
     shape("20,000", get() * 20_000, *[200] * 9, at_any_pace=False),
     shape("one and garbage", get() + b"garbage\r\n\r\n" + get(), 200, at_any_pace=False),
+    shape("one and a bad chunk", post() + chunked(b"xyz\r\n"), 200, at_any_pace=False),
+    shape("two and a bad chunk", post() * 2 + chunked(chunk(BODY) + b"xyz\r\n"), 200, 200, at_any_pace=False),
     shape("one and a half", get() + get()[:-5], 200, at_any_pace=False),
     shape("one behind the last", get(headers=b"Connection: close\r\n") + get(), 200, at_any_pace=False),
     # --- bodies

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import deque
 from math import inf
 from typing import Any, Literal
 
 import httptools
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from metal_engine.server.connections.limits import ConnectionLimits
 from metal_engine.server.connections.registry import Connections
@@ -40,7 +41,7 @@ class Connection(HttpToolsProtocol):
         self._registry = connections
         # Part of a request that the client is sending: none, the request line with headers, or the body.
         self._phase: Literal["idle", "head", "body"] = "idle"
-        self._num_answering = 0  # number of requests whose responses are incomplete
+        self._unanswered: deque[RequestResponseCycle] = deque()  # requests whose responses are incomplete, in order
         self._num_head_bytes = 0
         # Bytes since the parser last reported the start or end of a request, a complete head, or data of a body.
         self._num_unreported_bytes = 0
@@ -62,6 +63,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._registry.remove(self)
         self._unset_keepalive_if_required()
+        for cycle in self._unanswered:  # uvicorn reports the disconnect only to the last request
+            _disconnect(cycle)
         super().connection_lost(exc)
 
     def forget(self) -> None:
@@ -76,7 +79,7 @@ class Connection(HttpToolsProtocol):
         if self._refused:
             return
         self._unset_keepalive_if_required()
-        if self._deadline == inf and not self._num_answering and self._phase == "idle":
+        if self._deadline == inf and not self._unanswered and self._phase == "idle":
             self._await_client(self._limits.read_seconds)  # first byte of the next request
         rest = memoryview(data)
         while rest and not self._refused:
@@ -113,8 +116,8 @@ class Connection(HttpToolsProtocol):
         self._has_reported = True
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
         super().on_url(url)
+        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase == "body":  # a trailer must not count as a header of the request
@@ -155,7 +158,7 @@ class Connection(HttpToolsProtocol):
         ) as error:  # uvicorn accepts any target as a path
             raise invalid("the request's target is not a path, or not ASCII") from error
         self._phase = "body"
-        self._num_answering += 1
+        self._unanswered.append(self.cycle)
         self._deadline = inf  # the application has its own time limit for the body
         if self.is_spare:
             self.cycle.keep_alive = False
@@ -170,7 +173,7 @@ class Connection(HttpToolsProtocol):
             return
         self._phase = "idle"
         super().on_message_complete()
-        if self._num_answering:
+        if self._unanswered:
             self._registry.request_received(self)
         else:  # rest of a body whose request already has its response
             self._await_client(self._limits.keep_alive_seconds)
@@ -191,9 +194,9 @@ class Connection(HttpToolsProtocol):
     # --- responses ---
 
     def on_response_complete(self) -> None:
-        self._num_answering -= 1
+        self._unanswered.popleft()
         super().on_response_complete()
-        if self._num_answering:
+        if self._unanswered:
             return
         self._registry.wait_for(self)
         if self.transport.is_closing():
@@ -207,16 +210,16 @@ class Connection(HttpToolsProtocol):
         No error is sent if an earlier response is incomplete, or if the response to this request has begun.
         """
         self._refused = True
-        if self._num_answering > (self._phase == "body"):
+        if len(self._unanswered) > (self._phase == "body"):
             # Responses to earlier requests come before this error, and a queue for the error alone is not worthwhile.
-            # The connection therefore closes after those responses. If the body of this request is arriving, the
-            # connection closes immediately, and the client loses the rest of those responses.
-            self.cycle.keep_alive = False
+            # The connection therefore closes after those responses.
             if self._phase == "body":
-                self.transport.close()
+                _disconnect(self._unanswered.pop())
+                self.pipeline.popleft()  # the application has not received this request yet
+            self._unanswered[-1].keep_alive = False
             return
-        if self._phase == "body" and self._num_answering:
-            self._give_up_request()
+        if self._phase == "body" and self._unanswered:
+            _disconnect(self._unanswered.pop())
             if self.cycle.response_started:
                 self.transport.close()
                 return
@@ -226,15 +229,8 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
         self._deadline = self.loop.time() + _LINGER_SECONDS
 
-    def _give_up_request(self) -> None:
-        """Report a disconnect to the application for the request whose body is arriving."""
-        self._num_answering -= 1
-        self.cycle.disconnected = True
-        self.cycle.message_event.set()
-
     def _write(self, error: APIError) -> None:
-        path = "/v1/messages" if getattr(self, "url", b"").startswith(b"/v1/messages") else "/"
-        scope: Scope = {"path": path}
+        scope: Scope = {"path": getattr(self, "url", b"").decode("latin-1")}  # may be incomplete
         response = error_response(error, scope)
         request_id = uuid.uuid4().hex
         # The client is not authenticated. At a higher level, anyone could fill the log.
@@ -275,7 +271,7 @@ class Connection(HttpToolsProtocol):
     def _on_late_client(self) -> None:
         if self.transport.is_closing():
             self.transport.abort()
-        elif self._num_answering:  # head of the next request, while a response is being sent
+        elif self._unanswered:  # head of the next request, while a response is being sent
             self._await_client(self._limits.read_seconds)
         elif self._refused:
             self.transport.abort()
@@ -284,6 +280,12 @@ class Connection(HttpToolsProtocol):
         else:
             self._deadline = inf
             self.transport.close()
+
+
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    """Report to the application that the client of this request has disconnected."""
+    cycle.disconnected = True
+    cycle.message_event.set()
 
 
 def _to_api_error(error: httptools.HttpParserError) -> APIError:

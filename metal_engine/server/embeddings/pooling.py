@@ -77,6 +77,7 @@ class PoolingTask:
         params: function that returns the pooling parameters. Runs in a thread, and may raise ParameterError.
         field: field of the body that contains the prompts.
         id_prefix: prefix of the response's id.
+        max_inputs: maximum number of prompts.
         max_values: maximum number of elements of all vectors together.
     """
 
@@ -84,6 +85,7 @@ class PoolingTask:
     params: Callable[[], PoolingParams]
     field: str
     id_prefix: str
+    max_inputs: int = MAX_INPUTS
     max_values: int = MAX_VALUES
 
 
@@ -146,8 +148,8 @@ async def pool(pooling: PoolingRequest, task: PoolingTask, num_prompts: int) -> 
     served.queue_limit.check(0)  # before the expensive work
     if engine.error is not None:
         raise engine_dead(engine.error)
-    if not 1 <= num_prompts <= MAX_INPUTS:
-        raise invalid(f" must have 1 to {MAX_INPUTS} entries", where=task.field)
+    if not 1 <= num_prompts <= task.max_inputs:
+        raise invalid(f" must have 1 to {task.max_inputs} entries", where=task.field)
     requests = await served.workers.run(Weight.of(pooling.num_bytes), _prepared, pooling, task)
     prompt_lens = [len(request.prompt_token_ids) for request in requests]
     reservation = served.queue_limit.admit(prompt_lens)

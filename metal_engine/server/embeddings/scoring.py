@@ -131,11 +131,15 @@ async def _by_cosine(pooling: PoolingRequest, pairs: Pairs, id_prefix: str) -> S
     # Each text is pooled only once, even if it is in several pairs.
     place = {text: i for i, text in enumerate(dict.fromkeys([*pairs.queries, *pairs.documents]))}
     texts = list(place)
+    hidden_size = pooling.served.engine.config.model.hidden_size
     task = PoolingTask(
         tokenize=lambda tokenizer: [tokenizer.encode(text) for text in texts],
         params=lambda: PoolingParams(normalize=True, truncate_prompt_tokens=pairs.truncate_prompt_tokens),
         field=pairs.document_field,
         id_prefix=id_prefix,
+        # `score` has limited the number of pairs, and the vectors are not part of the response.
+        max_inputs=len(texts),
+        max_values=len(texts) * hidden_size,
     )
     pooled = await pool(pooling, task, len(texts))
     couples = zip(pairs.queries, pairs.documents, strict=True)

@@ -113,7 +113,8 @@ class Viewers:
             yield sse(error.body)
             return
         viewer = self._join()
-        end = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        loop = asyncio.get_running_loop()
+        end = None if seconds is None else loop.time() + seconds
         try:
             while not self._closed.is_set():
                 if viewer.must_begin:
@@ -126,6 +127,8 @@ class Viewers:
                     return
                 if data := viewer.take():
                     yield data
+                if end is not None and loop.time() >= end:  # `wait` does not time out while there are unread events
+                    return
         finally:
             self._leave(viewer)
 

@@ -19,11 +19,13 @@ from tests.support.raw_http import (
     answers,
     chunk,
     chunked,
+    crowd,
     exchange,
     get,
     post,
 )
-from tests.support.serving import Served, serve
+from tests.support.serving import Served, serve, wait_until
+from tools.fixtures.fake_engine import fake_config
 
 # Longer than any pause in these tests, but short enough to wait for.
 SECONDS = {"timeout_read": 2.0, "timeout_keep_alive": 1.0}
@@ -110,10 +112,40 @@ def test_a_body_is_kept_whatever_its_client_would_rather_speak(hurried: Served) 
     assert first and set(others) == {first}
 
 
-def test_errors_of_messages_have_their_shape(hurried: Served) -> None:
-    data = post(b"X: a\x01\r\n").replace(b"/v1/completions", b"/v1/messages")
-    (answer,) = answers(asyncio.run(exchange(hurried.server.port, data)))
-    assert answer.status == 400 and answer.json()["type"] == "error"
+def test_errors_have_the_shape_of_their_api(hurried: Served) -> None:
+    starts = (b"X: a\x01\r\n", 400), (b"X: " + b"a" * 70_000, 431)
+
+    async def check(path: bytes, keys: set[str], kind: type) -> None:
+        requests = [(post(start).replace(b"/v1/completions", path), status) for start, status in starts]
+        long_target = get(path + b"?" + b"a" * 70_000)
+        for data, status in [*requests, (long_target, 431), (get(path)[:-2], 408)]:
+            (answer,) = answers(await exchange(hurried.server.port, data))
+            assert answer.status == status and answer.json().keys() == keys
+            assert isinstance(answer.json()["error"], kind)
+
+    async def check_all() -> None:
+        await asyncio.gather(
+            check(b"/v1/completions", {"error"}, dict),
+            check(b"/v1/messages", {"type", "error"}, dict),
+            check(b"/api/chat", {"error"}, str),
+        )
+
+    asyncio.run(check_all())
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Served]:
+    """Yield a server whose responses can take minutes."""
+    with serve(config=fake_config(max_model_len=100_000, num_blocks=20_000), step_time=0.005) as served:
+        yield served
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+def test_a_client_that_pipelines_and_disconnects_leaves_nothing_running(lasting: Served, stream: bytes) -> None:
+    body = b'{"prompt": "a", "max_tokens": 90000, "stream": ' + stream + b"}"
+    with crowd(lasting.url, 1, post(body=body) + get()):
+        wait_until(lambda: lasting.engine.stats.num_running == 1, "the first request to run")
+    lasting.wait_until_idle()
 
 
 BODIES = {

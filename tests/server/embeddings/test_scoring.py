@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from metal_engine.checkpoints.pooling_config import find_reranker
 from metal_engine.pooling_params import PoolingParams
+from metal_engine.server.embeddings.pooling import MAX_INPUTS
 from metal_engine.settings.config import PoolerConfig, RerankerConfig
 from tests.server.test_errors import check_error
 from tests.support.serving import MODEL, Served, serve
@@ -149,6 +151,18 @@ def test_an_embedding_model_gives_cosines(embedder: Served) -> None:
     assert same["score"] == pytest.approx(1, abs=1e-6)
     check_error(embedder.post("/score", {"text_1": "a", "text_2": "b", "instruction": "c"}), 400, "instruction")
     embedder.wait_until_idle()
+
+
+def test_an_embedding_model_scores_as_many_pairs_as_a_reranker() -> None:
+    """Queries and documents are up to 4,096 different texts, and their vectors may exceed the limit of a response."""
+    config = fake_config(pooler=PoolerConfig(is_embedder=True))
+    config = replace(config, model=replace(config.model, hidden_size=2048))
+    with serve(config=config) as served:
+        body = {f"text_{i}": [f"{i} {j}" for j in range(MAX_INPUTS)] for i in (1, 2)}
+        answer = served.post("/score", body)
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["data"]) == MAX_INPUTS
+        served.wait_until_idle()
 
 
 def test_other_models_have_no_scores() -> None:

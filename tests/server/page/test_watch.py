@@ -153,6 +153,22 @@ def test_seconds_must_be_sensible(small: Served, seconds: str) -> None:
     assert response.status_code == 400 and response.json()["error"]["param"] == "seconds"
 
 
+def test_a_stream_ends_in_time_even_if_events_always_wait(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(viewer: Viewer) -> bytes:
+        viewer._has_more.set()  # the next event has arrived already
+        return b"data"
+
+    monkeypatch.setattr(Viewer, "take", take)
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        async for _ in Viewers(small.engine, [MODEL]).events(0.1):
+            assert loop.time() < began + DEADLINE / 6
+
+    asyncio.run(scenario())
+
+
 def test_a_viewer_that_reads_too_slowly_is_told_anew() -> None:
     viewer = Viewer()
     viewer.must_begin = False
