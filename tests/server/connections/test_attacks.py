@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 
 import httpx
 import pytest
@@ -85,12 +87,22 @@ def test_2100_half_sent_heads() -> None:
 
 
 def test_those_that_make_room_are_told() -> None:
-    with serve(args=ServerArgs(max_connections=2, timeout_read=DEADLINE)) as few:
-        with crowd(few.url, 5, post(length=b"1000")) as sockets:
-            for one in sockets[:3]:
-                (answer,) = answers(rest(one))
+    with serve(args=ServerArgs(max_connections=2, timeout_read=DEADLINE)) as few, ExitStack() as stack:
+        registry = few.server.connections
+
+        def have_arrived(number: int) -> bool:
+            return len(registry) == number and all(one._phase == "body" for one in tuple(registry._open))
+
+        sockets: list[socket.socket] = []
+        for number in range(5):
+            sockets += stack.enter_context(crowd(few.url, 1, post(length=b"1000")))
+            if number >= 2:
+                (answer,) = answers(rest(sockets[number - 2]))
                 assert answer.status == 503 and answer.json()["error"]["code"] == "overloaded"
                 assert "max-connections" in answer.json()["error"]["message"]
+            # A connection without a byte would be closed without an answer.
+            wait_until(partial(have_arrived, min(number + 1, 2)), "the requests to arrive")
+        stack.close()
         few.wait_until_idle()
 
 
