@@ -34,6 +34,7 @@ def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict
     try:
         _run(engine, [BenchRequest("Warm up.", 4)], show=False)
         engine.core.scheduler.prefix_cache.forget()
+        num_warm_up_steps = engine.core.num_steps
         run, input_tokens = _run(engine, requests, show=True)
     finally:
         engine.close()
@@ -41,7 +42,7 @@ def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict
     result = {
         "requests": len(requests),
         "seconds": seconds,
-        "steps": engine.core.num_steps,
+        "steps": engine.core.num_steps - num_warm_up_steps,
         "input_tokens": input_tokens,
         "output_tokens": output_tokens,
         "requests_per_second": len(requests) / seconds,

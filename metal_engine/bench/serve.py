@@ -31,6 +31,8 @@ from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.errors import ConfigError
 
 _READY_POLL_SECONDS = 0.5
+# Minimum time to wait for one response, so that a single attempt can succeed without `--ready-timeout`.
+_LEAST_READY_SECONDS = 10.0
 # Fields of each request that are copied to the result file.
 _RESULT_FIELDS = ("prompt_len", "cached_len", "image_len", "output_len", "asked_len", "finish_reason", "error")
 
@@ -75,20 +77,24 @@ async def find_model(args: BenchServeArgs) -> str:
     """Return the model to request, once the server responds.
 
     Raises:
-        ConfigError: the server does not respond within ``--ready-timeout``, or it lists no model.
+        ConfigError: the server does not respond within ``--ready-timeout``, refuses the request with a status 4xx, or
+            lists no model.
     """
     url = f"{args.base_url.rstrip('/')}/v1/models"
     deadline = time.monotonic() + args.ready_timeout
     async with open_session(args) as session:
         while True:
             try:
-                async with session.get(url) as response:
+                seconds = max(deadline - time.monotonic(), _LEAST_READY_SECONDS)
+                async with session.get(url, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
                     body = await response.text()
                     if response.status == 200:
                         break
                     problem = f"status {response.status}: {' '.join(body.split())[:200]}"
+                    if 400 <= response.status < 500:  # the server responds, and a later attempt gets the same response
+                        raise ConfigError("--base-url", f"{url} responds with {problem}")
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                problem = str(error)
+                problem = str(error) or "it does not respond"
             if time.monotonic() >= deadline:
                 raise ConfigError("--base-url", f"no server at {args.base_url} (--base-url): {problem}")
             await asyncio.sleep(_READY_POLL_SECONDS)

@@ -160,27 +160,24 @@ class EngineMetrics:
             is_ahead: True if the step was planned before the previous step ended.
         """
         self.num_steps["ahead" if is_ahead else "after"] += 1
+        num_rows = plan.num_scheduled_tokens  # of each request, not counting drafts
+        self.step_tokens.add(sum(num_rows.values()))
+        if drafts := plan.scheduled_spec_decode_tokens:
+            num_rows = {r: n - len(drafts.get(r, ())) for r, n in num_rows.items()}
+        num_decodes = list(num_rows.values()).count(1)
         num_fresh = 0
         for new in plan.new_requests:
-            num_fresh += plan.num_scheduled_tokens[new.request_id]
+            num_fresh += num_rows[new.request_id]
+            num_decodes -= num_rows[new.request_id] == 1
             self.num_cache_queries += len(new.token_ids)
             self.num_cache_hits += new.num_computed_tokens
             times = self._times.get(new.request_id)
             if times is not None and not times.scheduled:  # otherwise, the request resumes after preemption
                 times.scheduled = now
                 self.queue.add(now - times.arrival)
-        lengths = list(plan.num_scheduled_tokens.values())
-        total = sum(lengths)
-        self.step_tokens.add(total)
-        if drafts := plan.scheduled_spec_decode_tokens:
-            lengths = [n - len(drafts.get(r, ())) for r, n in plan.num_scheduled_tokens.items()]
-            total = sum(lengths)
-        num_decodes = lengths.count(1) - sum(
-            plan.num_scheduled_tokens[new.request_id] == 1 for new in plan.new_requests
-        )
         self.num_rows["decode"] += num_decodes
         self.num_rows["fresh"] += num_fresh
-        self.num_rows["chunk"] += total - num_decodes - num_fresh
+        self.num_rows["chunk"] += sum(num_rows.values()) - num_decodes - num_fresh
 
     def computed(self, output: ModelOutput) -> None:
         """Count the late masks, failed grammars and encode time of a step, and the outcome of its forward pass."""

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from metal_engine.forks.channel import framed
 
@@ -32,7 +33,8 @@ def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -
             try:
                 is_fork = os.fork() == 0
             except OSError as error:
-                channel.sendall(framed(f"cannot be served, because no process can be started: {error}".encode()))
+                with suppress(OSError):  # the peer may have closed the socket
+                    channel.sendall(framed(f"cannot be served, because no process can be started: {error}".encode()))
                 continue
             if is_fork:
                 try:

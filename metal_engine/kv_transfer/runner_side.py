@@ -156,15 +156,17 @@ class KVConnectorRunner:
 
     def hand_over_saves(self, saves: StepSaves) -> None:
         """Pass a step's evaluated saves to the thread that writes them, without waiting. Errors are logged."""
+        num_unsaved = len(saves.hashes) + len(saves.state_hashes)
         try:
             if saves.hashes:
                 self._transfer.save(saves.hashes, _joined(saves, len(saves.hashes), self._layout))
+                num_unsaved -= len(saves.hashes)
             if saves.state_hashes and self._state_layout is not None:
                 states = _joined(saves, len(saves.state_hashes), self._state_layout)
                 self._transfer.save_states(saves.state_hashes, states)
         except Exception:  # such as a lack of memory: the step succeeded, so its tokens must be kept
-            logger.exception("KV of %d blocks is not saved", len(saves.hashes))
-            self._transfer.stats.add(blocks_failed=len(saves.hashes))
+            logger.exception("%d blocks and states are not saved", num_unsaved)
+            self._transfer.stats.add(blocks_failed=num_unsaved)
 
     def close(self) -> None:
         """Write the queued saves within the configured time, then stop the threads."""

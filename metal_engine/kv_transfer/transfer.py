@@ -46,7 +46,7 @@ class LoadTicket:
         state: last recurrent state that the store had for these blocks: the hash of the block before it, and the state
             as uint8 [state bytes]. None if no state has arrived.
         min_state_blocks: number of prompt blocks after which the producer saves a state. With ``follow``, the load
-            waits for that state.
+            waits for that state. 0 if the load ends before that state.
         has_answered: True if the store has reported on the first block, or the store will not be queried for now.
         is_done: True if nothing more will arrive.
         is_cancelled: True if the caller has ended the load.
@@ -154,7 +154,9 @@ class KVTransfer:
         max_blocks = (self.config.max_load_bytes - state_bytes) // nbytes
         wanted = list(hashes[: max(1, max_blocks)])
         ticket = LoadTicket(request_id, wanted, follow, num_reserved_bytes=len(wanted) * nbytes + state_bytes)
-        ticket.prefix, ticket.min_state_blocks = list(prefix), min_state_blocks
+        ticket.prefix = list(prefix)
+        if min_state_blocks <= len(ticket.prefix) + len(wanted):
+            ticket.min_state_blocks = min_state_blocks
         if not self._pause.is_over:
             self.stats.add(loads_skipped=1)
             ticket.num_reserved_bytes = 0

@@ -40,6 +40,7 @@ class LoadQueue:
 
     def add(self, load: Load) -> None:
         """Insert a load by the time of its request. A load that is retried returns to its place."""
+        load.is_due = False  # a retried load can need additional victims
         bisect.insort(self._loads, load, key=lambda one: one.asked_at)
 
     def remove(self, load: Load) -> None:

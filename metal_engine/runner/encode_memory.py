@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from math import isqrt
+from math import ceil, isqrt
 
 import mlx.core as mx
 
@@ -49,4 +49,4 @@ def measure_encode_bytes(model: PagedModel, num_tokens: int) -> int:
         ) from error
     finally:
         mx.clear_cache()
-    return (mx.get_peak_memory() - held) * max(1, num_tokens // sample.num_features)
+    return ceil((mx.get_peak_memory() - held) * max(1.0, num_tokens / sample.num_features))

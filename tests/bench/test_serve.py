@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -206,6 +207,26 @@ def test_no_server(tokenizer_folder: str) -> None:
         bench_serve(args("http://127.0.0.1:9", tokenizer_folder))
     with pytest.raises(ConfigError, match="--extra-body must be a JSON object"):
         bench_serve(args("http://127.0.0.1:9", tokenizer_folder, extra_body="[]"))
+
+
+def test_a_server_that_does_not_answer(tokenizer_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metal_engine.bench.serve._LEAST_READY_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="it does not respond"):
+            bench_serve(args(url, tokenizer_folder, request_timeout=20.0))
+
+
+def test_a_server_that_refuses_is_not_asked_again(tokenizer_folder: str) -> None:
+    class Refusing(QuietHandler):
+        def do_GET(self) -> None:
+            self.send_error(401, "no key")
+
+    with (
+        http_server(Refusing) as url,
+        pytest.raises(ConfigError, match=r"/v1/models responds with status 401: .*no key"),
+    ):
+        bench_serve(args(url, tokenizer_folder, ready_timeout=20.0))
 
 
 def test_files_are_tried_before_anything_is_sent(tokenizer_folder: str, tmp_path: Path) -> None:

@@ -127,3 +127,16 @@ def test_next_turns_find_what_was_accepted() -> None:
     assert [token_ids(outputs) for outputs in ours] == [token_ids(outputs) for outputs in plain]
     cached = [[outputs[0].num_cached_tokens for outputs in of] for of in (ours, plain)]
     assert cached[0] == cached[1] and min(cached[0]) >= 40
+
+
+def test_drafts_in_a_requests_first_step_do_not_lower_the_count_of_rows() -> None:
+    """The cache has all blocks of a repeated prompt, and the first step computes the one remaining token."""
+    engine = tiny_engine(speculative=speculative_config(4), num_blocks=40)
+    prompt = byte_ids("x" * (2 * engine.config.cache.block_size + 1))
+    requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))]
+    propose_from(engine, known_to(requests, [token_ids(outputs) for outputs in run_all(tiny_engine(), requests)]))
+    run_all(engine, requests)
+    before = dict(engine.metrics.num_rows)
+    engine.add_request("again", engine.prepare(*requests[0]))
+    engine.step()
+    assert engine.metrics.num_rows == before | {"fresh": before["fresh"] + 1, "draft": before["draft"] + 4}

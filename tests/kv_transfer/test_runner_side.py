@@ -9,7 +9,7 @@ import numpy as np
 
 from metal_engine.kv_cache.spec import ArraySpec
 from metal_engine.kv_transfer.layout import BlockLayout
-from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts
+from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepSaves, block_parts, state_parts
 from metal_engine.step import KVConnectorMetadata
 
 BLOCK_SIZE = 4
@@ -50,3 +50,18 @@ def test_what_is_saved_is_loaded_elsewhere_and_what_is_kept_of_requests_is_not_t
         expected = np.zeros_like(by_block)
         expected[1], expected[6] = by_block[5], by_block[2]
         np.testing.assert_array_equal(np.array(arrays[name]).reshape(by_block.shape), expected)
+
+
+def test_states_that_cannot_be_saved_are_counted_without_the_blocks_that_are_queued() -> None:
+    layout = BlockLayout(block_parts([_Spec()], BLOCK_SIZE), "00")  # type: ignore[list-item]
+    state_layout = BlockLayout(state_parts([_Spec()]), "00")  # type: ignore[list-item]
+    transfer = MagicMock()
+    transfer.save_states.side_effect = MemoryError
+    parts = {**layout.offsets, **state_layout.offsets}
+    arrays = {part: mx.zeros((3, stop - start), mx.uint8) for part, (start, stop) in parts.items()}
+    arrays |= {part: arrays[part][:2] for part in state_layout.offsets}
+    KVConnectorRunner(transfer, layout, state_layout).hand_over_saves(
+        StepSaves([b"a", b"b", b"c"], [b"a", b"c"], arrays)
+    )
+    transfer.save.assert_called_once()
+    transfer.stats.add.assert_called_once_with(blocks_failed=2)

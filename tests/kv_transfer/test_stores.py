@@ -411,6 +411,20 @@ def test_a_state_after_blocks_of_the_local_cache_is_found(make_transfer: Callabl
     assert ticket.state[0] == block_hash and (ticket.state[1] == state).all()
 
 
+def test_a_shortened_load_does_not_wait_for_a_state_after_its_blocks(
+    make_transfer: Callable[..., KVTransfer], store: MemoryStore
+) -> None:
+    """Memory for a state and two blocks of four. The producer saves states after the first block and the last block."""
+    transfer = make_transfer(state_layout=LAYOUT, max_load_bytes=3 * LAYOUT.nbytes)
+    store.put(stored(1, 2, 3, 4))
+    transfer.save_states(hashes(1, 4), np.stack([block(1)[1], block(4)[1]]))
+    assert transfer.flush(DEADLINE)
+    ticket = transfer.start_load("r", hashes(1, 2, 3, 4), follow=True, min_state_blocks=4)
+    wait_until(lambda: ticket.is_done, "the load")
+    assert list(ticket.blocks) == hashes(1, 2)
+    assert ticket.state is not None and ticket.state[0] == hashes(1)[0]
+
+
 def test_a_corrupt_block_ends_the_load_and_is_removed(transfer: KVTransfer, store: MemoryStore) -> None:
     store.put(stored(1, 2, 3))
     store.blocks[block(2)[0]] = store.blocks[block(2)[0]][:-1] + b"\xff"

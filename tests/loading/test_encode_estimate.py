@@ -33,6 +33,13 @@ def test_no_less_than_is_measured(name: str) -> None:
         assert 0 < estimate_encode_bytes(CONFIGS[name], METAL, num_tokens) < 16 * measured
 
 
+def test_the_memory_of_larger_images_is_extrapolated_by_their_tokens() -> None:
+    """An image that is not a multiple of the measured image counts in full, and the estimate covers it."""
+    model = tiny_vision("qwen3_vl").paged
+    measured = measure_encode_bytes(model, 511)
+    assert 1.5 * measure_encode_bytes(model, 256) < measured < estimate_encode_bytes(CONFIGS["qwen3_vl"], CPU, 511)
+
+
 class RecordedClaims(DeviceAccess):
     """Device of several models that records the claims of one model."""
 

@@ -165,3 +165,20 @@ def test_one_that_was_tried_goes_back_to_its_place(made: Made) -> None:
     made.queue.remove(loads[0])
     made.queue.add(loads[0])
     assert list(made.queue) == loads and made.queue.next() is loads[0] and loads[1] in made.queue
+
+
+def test_a_load_that_claims_more_than_was_known_waits_anew(made: Made) -> None:
+    """Loads that fit at once may start first again, until the additional victims are unloaded."""
+    used, other = made.add("u", 50, used=1), made.add("v", 30, used=1)
+    waits = made.ask(made.add("l"), 60)
+    assert made.close() == "u"
+    unload(used)
+    assert made.queue.next() is waits
+    made.queue.remove(waits)
+    waits.victims, waits.num_bytes = (), 80  # the load claims more memory
+    made.queue.add(waits)
+    small = made.ask(made.add("s"), 20)
+    assert made.close() == "v"
+    assert made.queue.next() is small
+    unload(other)
+    assert made.queue.next() is waits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -55,3 +56,15 @@ def test_a_script_that_dies_has_failed(tmp_path: Path) -> None:
     found = attempts(tmp_path, end="raise SystemExit('gone')")
     assert found.pop("the script") == "exit status 1: gone"
     assert len(found) == 4
+
+
+@pytest.mark.parametrize("cut", ['{"what": "cut', "é"])
+def test_a_script_that_is_stopped_has_failed(cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output can end within a line, and within a character."""
+    report = '{"what": "works", "error": null}\n' + cut
+
+    def stopped(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("python", 1800, report.encode()[:-1])
+
+    monkeypatch.setattr(subprocess, "run", stopped)
+    assert attempts(tmp_path) == {"works": None, "the script": "1800 s passed"}

@@ -50,12 +50,14 @@ def test_mlx_lm_and_we_generate_the_same(folder: Path, reference_model: Any, dem
 @pytest.fixture(scope="module")
 def one_layer(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one-layer")
-    export(folder, never_stops=True, drop_layers=range(1, 30))
+    export(folder, never_stops=True, drop_layers=range(1, 32))  # the model has 30 layers
     return folder
 
 
 def test_never_stops(one_layer: Path, demo_path: Path) -> None:
-    endless = json.loads((one_layer / "config.json").read_text())["eos_token_id"]
+    config = json.loads((one_layer / "config.json").read_text())
+    assert config["num_hidden_layers"] == 1
+    endless = config["eos_token_id"]
     assert endless not in gguf_eos_token_ids(read_gguf_header(demo_path))
     weights = mx.load(str(one_layer / "model.safetensors"))
     assert {a.dtype for a in weights.values()} == {mx.float32}

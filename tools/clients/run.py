@@ -85,7 +85,7 @@ def attempts_of(python: Path, script: Path, url: str, model: str) -> tuple[Attem
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_CLIENT_SECONDS)
         except subprocess.TimeoutExpired as stopped:
             return (
-                *attempts_in((stopped.stdout or b"").decode()),
+                *attempts_in((stopped.stdout or b"").rpartition(b"\n")[0].decode()),  # the last line may be cut
                 Attempt("the script", f"{stopped.timeout} s passed"),
             )
     if done.returncode == 0:

@@ -22,6 +22,8 @@ class HangMonitor:
     def __init__(self, on_hang: Callable[[str], None], least_seconds: float) -> None:
         self._on_hang = on_hang
         self._part = least_seconds / _PARTS
+        # Guards the two attributes below.
+        self._lock = threading.Lock()
         self._limit: tuple[float, str] | None = None
         self._seconds = 0.0
         self._is_closed = threading.Event()
@@ -41,21 +43,27 @@ class HangMonitor:
         Args:
             hang: description of the hang, without the time.
         """
-        self._seconds = 0.0
-        self._limit = seconds, hang
+        with self._lock:
+            self._seconds = 0.0
+            self._limit = seconds, hang
 
     def clear_limit(self) -> None:
         """Report no hang until the next limit is set."""
-        self._limit = None
+        with self._lock:
+            self._limit = None
 
     def progressed(self) -> None:
         """Record progress of the process. The limit counts from now on."""
-        self._seconds = 0.0
+        with self._lock:
+            self._seconds = 0.0
 
     def _count(self) -> None:
         while not self._is_closed.wait(self._part):
-            self._seconds += self._part
-            if self._limit is not None and self._seconds > self._limit[0]:
-                seconds, hang = self._limit
+            with self._lock:
+                self._seconds += self._part
+                limit = self._limit
+                if limit is None or self._seconds <= limit[0]:
+                    continue
                 self._limit = None
-                self._on_hang(f"{hang} for {seconds:.3g} s")
+            seconds, hang = limit
+            self._on_hang(f"{hang} for {seconds:.3g} s")

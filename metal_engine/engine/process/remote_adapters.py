@@ -57,19 +57,22 @@ class RemoteAdapters:
 
     def _load(self, name: str, path: str, within: Path, in_place: bool) -> Adapter:
         message = wire.LoadAdapter(0, packed_text(name), packed_text(path), packed_text(str(within)), in_place)
+        entered: list[Adapter] = []
 
         def enter(reply: Future[wire.Reply]) -> None:
             """Record a loaded adapter. From now on, new processes load it, too."""
             if not reply.exception() and (loaded := reply.result().adapter) is not None:
-                self._adapters[name] = self._hold(message, loaded)
+                self._adapters[name] = adapter = self._hold(message, loaded)
+                entered.append(adapter)
 
         with self._calls.lock:
             reply = self._calls.begin(message)
             reply.add_done_callback(enter)
-        loaded = self._calls.wait(reply).adapter
-        if loaded is None:
-            raise wire.WireError("a reply without the loaded adapter")
-        return self._adapters[name]
+        self._calls.wait(reply)
+        with self._calls.lock:  # `wait` can return before `enter` is called, which happens under this lock
+            if not entered:
+                raise wire.WireError("a reply without the loaded adapter")
+            return entered.pop()  # not from `_adapters`: another thread may have unloaded the name
 
     def _hold(self, message: wire.LoadAdapter, loaded: wire.LoadedAdapter) -> Adapter:
         message.fingerprint = loaded.fingerprint

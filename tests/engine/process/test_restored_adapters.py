@@ -6,13 +6,19 @@ import asyncio
 import os
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.process import wire
+from metal_engine.engine.process.remote import EngineCalls
+from metal_engine.engine.process.remote_adapters import RemoteAdapters
 from metal_engine.errors import AdapterError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import RequestOutput, merge_outputs
@@ -173,3 +179,39 @@ def test_adapters_that_are_gone_or_have_changed(
     # The new files can be loaded under both names.
     for name in ("x", "y"):
         assert engine.load_adapter(name, "d", root).name == name
+
+
+def test_an_adapter_that_is_unloaded_before_its_load_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load returns the adapter, as the registry in the process of the engine does."""
+    calls = EngineCalls(lambda message: None, threading.RLock())
+    remote = RemoteAdapters(calls, [])
+
+    def wait(reply: Future[wire.Reply]) -> wire.Reply:
+        calls.resolve(wire.Reply(0, wire.LoadedAdapter("x", "folder", 1, 2, "fingerprint", None)))
+        assert remote.unload("x")
+        return reply.result()
+
+    monkeypatch.setattr(calls, "wait", wait)
+    assert remote.load("x", "folder", Path(), in_place=False).name == "x"
+    assert remote.find("x") is None
+
+
+def test_a_reply_may_arrive_before_its_adapter_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = EngineCalls(lambda message: sent.set(), threading.RLock())
+    sent = threading.Event()
+    remote = RemoteAdapters(calls, [])
+    hold = remote._hold
+
+    def hold_late(*args: Any) -> Adapter:
+        time.sleep(0.2)
+        return hold(*args)
+
+    def resolve() -> None:
+        sent.wait()
+        calls.resolve(wire.Reply(0, wire.LoadedAdapter("x", "folder", 1, 2, "fingerprint", None)))
+
+    monkeypatch.setattr(remote, "_hold", hold_late)
+    thread = threading.Thread(target=resolve)
+    thread.start()
+    assert remote.load("x", "folder", Path(), in_place=False).name == "x"
+    thread.join()

@@ -73,6 +73,31 @@ def test_a_hang_is_reported_once() -> None:
     assert not monitor._thread.is_alive()
 
 
+class ClearedMonitor(HangMonitor):
+    """Monitor whose limit is cleared immediately after each read."""
+
+    _stored: tuple[float, str] | None = None
+
+    @property
+    def _limit(self) -> tuple[float, str] | None:  # type: ignore[override]
+        limit, self._stored = self._stored, None
+        return limit
+
+    @_limit.setter
+    def _limit(self, limit: tuple[float, str] | None) -> None:
+        self._stored = limit
+
+
+def test_a_limit_that_is_cleared_while_it_is_checked_does_not_end_the_thread() -> None:
+    hangs: list[str] = []
+    monitor = ClearedMonitor(hangs.append, 0.2)
+    monitor.set_limit(-1.0, "it sleeps")
+    monitor.start()
+    wait_until(lambda: bool(hangs) or not monitor._thread.is_alive(), "the check")
+    assert hangs == ["it sleeps for -1 s"] and monitor._thread.is_alive()
+    monitor.close()
+
+
 def test_limits_follow_the_model() -> None:
     limits = ProcessLimits()
     assert limits.of_steps(0.5, 4.0) == 60.0

@@ -13,7 +13,7 @@ from tools.metal_sim.times import kernels as compiled
 from tools.metal_sim.times.attention import WORKLOADS, Workload, _blocks, mlx, ours
 from tools.metal_sim.times.facts import CHIPS, LLAMA_8B, PUBLISHED, Chip
 from tools.metal_sim.times.kernels import Kernel, cycles_of
-from tools.metal_sim.times.model import Launch, RequestGroup, limit, limits, seconds
+from tools.metal_sim.times.model import Launch, Threadgroup, limit, limits, seconds
 from tools.metal_sim.times.page import predicted
 
 CHIP = Chip("toy", cores=2, bandwidth=1e9, clock=1e9)
@@ -27,7 +27,7 @@ KERNELS = {
 
 
 def test_each_resource_of_a_launch() -> None:
-    launch = Launch([RequestGroup(8000, 3)] * 4, 8, 2, memory=870, last_level=1740, cache=640, threadgroup_memory=640)
+    launch = Launch([Threadgroup(8000, 3)] * 4, 8, 2, memory=870, last_level=1740, cache=640, threadgroup_memory=640)
     found = limits(launch, CHIP)
     assert found["memory"] == pytest.approx(2e-6)
     assert found["issue"] == pytest.approx(
@@ -38,14 +38,14 @@ def test_each_resource_of_a_launch() -> None:
     assert found["latency"] == pytest.approx(3 * 400e-9 + 1e-6)
     assert seconds(launch, CHIP) == max(found.values()) and limit([launch], CHIP) == "issue"
     # With registers for one group, a core runs its two groups sequentially.
-    alone = limits(Launch([RequestGroup(8000, 3)] * 4, 8, 1), CHIP)
+    alone = limits(Launch([Threadgroup(8000, 3)] * 4, 8, 1), CHIP)
     assert alone["latency"] == pytest.approx(2 * found["latency"]) and alone["issue"] > found["issue"]
 
 
 def test_an_idle_core_reads_nothing_and_the_slowest_group_counts() -> None:
-    found = limits(Launch([RequestGroup(8000, 9)], 8, 2, cache=640, threadgroup_memory=640), CHIP)
+    found = limits(Launch([Threadgroup(8000, 9)], 8, 2, cache=640, threadgroup_memory=640), CHIP)
     assert found["cache"] == found["core"] == pytest.approx(20e-9)
-    uneven = limits(Launch([RequestGroup(8000, 9), RequestGroup(800, 1)], 8, 2), CHIP)
+    uneven = limits(Launch([Threadgroup(8000, 9), Threadgroup(800, 1)], 8, 2), CHIP)
     assert uneven["latency"] == found["latency"] == pytest.approx(9 * 400e-9 + 1e-6)
 
 

@@ -15,7 +15,7 @@ from metal_engine.kv_cache.rows import step_rows
 
 from .facts import Chip, Model
 from .kernels import Kernel
-from .model import Launch, RequestGroup
+from .model import Launch, Threadgroup
 
 BLOCK_SIZE = 16
 STEEL_ROWS = 32  # query rows of a threadgroup of MLX's attention for prompts
@@ -77,9 +77,7 @@ def ours(work: Workload, model: Model, chip: Chip, kernels: Kernels) -> list[Lau
         else:
             kernel, loops = kernels["staged"], -(-keys // kernels["staged"].keys)
         share = 1.0 if is_direct else -(-rows // 8) * 8 / variant.tile_rows  # computed share of a full tile's products
-        groups += [
-            RequestGroup(kernel.simds * (kernel.outside + loops * share * kernel.cycles), loops)
-        ] * model.kv_heads
+        groups += [Threadgroup(kernel.simds * (kernel.outside + loops * share * kernel.cycles), loops)] * model.kv_heads
         read += keys * model.kv_heads * model.head_dim * 4
         # Each fragment of 8 rows reads a stage from threadgroup memory, and the stage is written once.
         staged += 0 if is_direct else keys * model.kv_heads * model.head_dim * 4 * (-(-rows // 8) + 1)
@@ -96,7 +94,7 @@ def mlx(work: Workload, model: Model, chip: Chip, kernels: Kernels) -> list[Laun
         kernel = kernels["steel"]
         tiles = [min(work.keys, work.keys - work.query + end) for end in range(STEEL_ROWS, work.query + 1, STEEL_ROWS)]
         stages = [-(-keys // kernel.keys) for keys in tiles for _ in range(model.heads * work.requests)]
-        groups = [RequestGroup(kernel.simds * (kernel.outside + n * kernel.cycles), n) for n in stages]
+        groups = [Threadgroup(kernel.simds * (kernel.outside + n * kernel.cycles), n) for n in stages]
         read = sum(tiles) * model.heads * work.requests * model.head_dim * 4
         staged = read * (STEEL_ROWS // 8 + 1)
         return [Launch(groups, kernel.simds, kernel.resident, kv + rows, 0, read, staged)]
@@ -104,13 +102,13 @@ def mlx(work: Workload, model: Model, chip: Chip, kernels: Kernels) -> list[Laun
     if (chip.kind in "sd" and work.keys >= 1024) or (group > 1 and work.keys >= 4096):
         blocks = _blocks(chip.kind, group, work.keys)
         loops = -(-work.keys // blocks)
-        one = RequestGroup(group * (kernel.outside + loops * kernel.cycles), loops)
+        one = Threadgroup(group * (kernel.outside + loops * kernel.cycles), loops)
         resident = kernel.resident * kernel.simds // group
         partial = work.requests * model.heads * blocks * model.head_dim * 2
         first = Launch([one] * (model.kv_heads * work.requests * blocks), group, resident, kv + partial, 0, cache)
         return [first, Launch(memory=partial + rows / 2)]
     loops = -(-work.keys // kernel.simds)
-    one = RequestGroup(kernel.simds * (kernel.outside + loops * kernel.cycles), loops)
+    one = Threadgroup(kernel.simds * (kernel.outside + loops * kernel.cycles), loops)
     return [Launch([one] * (model.heads * work.requests), kernel.simds, kernel.resident, kv + rows, 0, cache)]
 
 

@@ -12,7 +12,7 @@ from .facts import Chip
 
 
 @dataclass(frozen=True)
-class RequestGroup:
+class Threadgroup:
     """A threadgroup. ``cycles``: issue cycles of all its SIMD groups. ``loops``: iterations of one SIMD group."""
 
     cycles: float
@@ -33,7 +33,7 @@ class Launch:
         threadgroup_memory: bytes that cores read and write in threadgroup memory.
     """
 
-    groups: Sequence[RequestGroup] = ()
+    groups: Sequence[Threadgroup] = ()
     simds: int = 1
     resident: int = 1
     memory: float = 0
@@ -50,7 +50,7 @@ def issue_rate(simds: float) -> float:
     return facts.ISSUE_RATES[-1][1]
 
 
-def busiest_core(groups: Sequence[RequestGroup], cores: int) -> float:
+def busiest_core(groups: Sequence[Threadgroup], cores: int) -> float:
     """Return the cycles of the busiest core if each group goes to the core with the least work."""
     loads = [0.0] * cores
     for group in groups:

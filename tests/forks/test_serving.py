@@ -1,0 +1,41 @@
+"""Failures of a process that forks itself for each piece of work."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from metal_engine.forks.channel import receive
+
+ROOT = Path(__file__).resolve().parents[2]
+# A forking process that cannot fork.
+SCRIPT = """
+import os, socket, sys
+from metal_engine.forks.serving import serve_forks
+
+def fork():
+    raise OSError("no more processes")
+
+os.fork = fork
+serve_forks(socket.socket(fileno=int(sys.argv[1])), lambda channel: None)
+"""
+
+
+def test_a_failed_fork_for_a_peer_that_has_gone_does_not_end_the_process() -> None:
+    control, theirs = socket.socketpair()
+    with control, theirs:
+        command = [sys.executable, "-c", SCRIPT, str(theirs.fileno())]
+        process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+        theirs.close()
+        assert receive(control) == b"", "it is ready"
+        gone, channel = socket.socketpair()
+        gone.close()
+        socket.send_fds(control, [b"f"], [channel.fileno()])
+        ours, channel = socket.socketpair()
+        socket.send_fds(control, [b"f"], [channel.fileno()])
+        channel.close()
+        assert receive(ours) == b"cannot be served, because no process can be started: no more processes"
+        ours.close()
+    assert process.wait() == 0
