@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger("disagg_proxy")
 
@@ -103,6 +104,29 @@ def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
     return prefill | dict.fromkeys(limits, 1) | {"kv_transfer_params": {"do_remote_decode": True}}
 
 
+class EndingResponse(StreamingResponse):
+    """Response that awaits a function after the last chunk, or when the client disconnects.
+
+    A ``finally`` in the generator of the chunks would not run if the client disconnects before the first chunk.
+    """
+
+    def __init__(
+        self,
+        chunks: AsyncIterator[bytes],
+        status_code: int,
+        headers: dict[str, str],
+        end: Callable[[], Awaitable[None]],
+    ) -> None:
+        super().__init__(chunks, status_code, headers)
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._end()
+
+
 class _Exchange:
     """One request on both servers."""
 
@@ -130,15 +154,15 @@ class _Exchange:
         headers = {key: value for key, value in answer.headers.items() if key.lower() not in _HOP_BY_HOP}
 
         async def pass_through() -> AsyncIterator[bytes]:
-            try:
-                yield first
-                async for chunk in chunks:
-                    yield chunk
-            finally:
-                await answer.aclose()
-                await _cancel(prefill)
+            yield first
+            async for chunk in chunks:
+                yield chunk
 
-        return StreamingResponse(pass_through(), answer.status_code, headers)
+        async def end() -> None:
+            await answer.aclose()
+            await _cancel(prefill)
+
+        return EndingResponse(pass_through(), answer.status_code, headers, end)
 
     async def _prefill(self) -> bool:
         """Send the request to the prefill server. Return True if it has computed the prompt."""

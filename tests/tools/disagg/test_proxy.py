@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ import uvicorn
 
 from metal_engine.request import Request
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
-from tools.disagg.proxy import create_app, prefill_body
+from tools.disagg.proxy import EndingResponse, create_app, prefill_body
 from tools.fixtures.fake_engine import byte_ids, generated
 from tools.fixtures.ports import free_port
 
@@ -172,3 +172,24 @@ def test_what_is_asked_of_the_prefill_server_can_be_met_with_one_token() -> None
     asked = {"prompt": PROMPT, "max_tokens": 1, "max_completion_tokens": 1, "temperature": 0.5}
     assert prefill_body(body) == asked | {"kv_transfer_params": {"do_remote_decode": True}}
     assert prefill_body({"prompt": PROMPT})["max_tokens"] == 1
+
+
+def test_a_client_that_has_gone_before_the_first_chunk_ends_the_exchange() -> None:
+    ended = False
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"a"
+
+    async def end() -> None:
+        nonlocal ended
+        ended = True
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: object) -> None:
+        await asyncio.sleep(0)
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    asyncio.run(EndingResponse(chunks(), 200, {}, end)(scope, receive, send))
+    assert ended
