@@ -133,7 +133,7 @@ class Tile:
 
     @property
     def requests(self) -> np.ndarray:
-        """Index of each request in the step, [T]."""
+        """Indices of the tile's requests within the step, [T]."""
         return self.keys.requests
 
     @cached_property

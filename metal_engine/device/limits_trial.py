@@ -53,10 +53,11 @@ def refusal(limits: CommandBufferLimits) -> str | None:
 
 @contextmanager
 def trying_limits() -> Iterator[None]:
-    """Count this start as unfinished while the context runs. The context runs the largest step of a model.
+    """Count this start as unfinished within the context, in which the caller runs the largest step of a model.
 
     If the process ends within the context, or a command buffer takes too long there, the start stays counted. Otherwise
-    the count is reset. Does nothing if the environment sets no limits.
+    the count is reset. Does nothing if the environment sets no limits of
+    command buffers.
     """
     limits = limits_in_force()
     if limits is None:

@@ -57,7 +57,7 @@ class RankFailureMonitor:
             callback(error)
 
     def at_end(self, act: Callable[[], None]) -> None:
-        """Set the function to call right before a loss ends this process."""
+        """Set the function to call right before this process exits because a rank was lost."""
         self._at_end = act
 
     def lose(self, message: str) -> None:

@@ -194,13 +194,17 @@ class CompiledGrammar:
         self._exchange(0.0)
 
     def answer(self, output_id: int, deadline: float) -> np.ndarray | None:
-        """Return the requested masks, [1 + k, W] int32; None if they have not arrived by ``deadline``.
+        """Return the masks of the next token and after the first drafts; None if they have not arrived by ``deadline``.
 
         Args:
             deadline: time of ``time.monotonic`` in seconds.
 
+        Returns:
+            [1 + number of drafts, ceil(vocabulary / 32)] int32; fewer rows if some masks could not be computed.
+
         Raises:
-            ValueError: the output cannot continue.
+            ValueError: a token is not allowed, the grammar is too complex, or the process has not answered for
+                ``_ANSWER_SECONDS``.
             SegmentEnd: the segment has ended.
             _ProcessEndedError: the process has ended.
         """
@@ -317,10 +321,9 @@ class GrammarMatcher:
         self._num_before = len(self._token_ids) - self._num_new if is_new else 0
 
     def _answer(self, deadline: float) -> np.ndarray | None:
-        """Return the requested masks, [1 + k, W] int32; None if they have not arrived by ``deadline``.
+        """Return the requested masks as :meth:`CompiledGrammar.answer`, with its errors ValueError and SegmentEnd.
 
-        If the process has ended, a new process computes them. Raises ValueError and SegmentEnd as
-        :meth:`CompiledGrammar.answer`.
+        If the process has ended, a new process computes them.
         """
         while True:
             if self._num_restarts < self._grammar.num_restarts:

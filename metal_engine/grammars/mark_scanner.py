@@ -212,9 +212,10 @@ class MarkScanner:
         self._text = self._text[length:]
 
     def _partial_entry(self) -> Entry | None:
-        """Return a segment if the text ends with the beginning of its mark, up to a part of ``tail``; otherwise None.
+        """Return the entry into a segment whose mark is incomplete at the end of the text; None without such a mark.
 
-        The segment's grammar begins with ``tail``, so it can compute masks while the mark is incomplete.
+        The text must have the mark's first part, and at least one byte of its ``tail``. The segment's grammar begins
+        with ``tail``, so it can compute masks while the mark is incomplete.
         """
         for mark in self._possible_marks():
             segment = mark.target

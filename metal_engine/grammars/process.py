@@ -223,9 +223,9 @@ class GrammarServer:
 
 
 def consume(matcher: llguidance.LLMatcher, token_ids: list[int]) -> None:
-    """Advance a matcher by tokens, with a time limit for each.
+    """Advance a matcher by tokens. A token that takes more than ``MASK_CPU_SECONDS`` ends this process.
 
-    Raises ValueError if a token is not allowed or too complex.
+    Raises ValueError if a token is not allowed, or if llguidance finds it too complex.
     """
     for token_id in token_ids:
         signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)

@@ -76,7 +76,10 @@ class StateTransferPlan:
 
     @property
     def has_copies(self) -> bool:
-        """True if states are copied. No copy is needed if each group uses one whole pending array."""
+        """True if the step copies states.
+
+        It does not if each group uses one whole pending array, and no row of a pending array is written to the pool.
+        """
         whole = (runs is None or (len(runs) == 1 and runs[0].index is None) for runs in self.taken)
         return self.slots is not None or not all(whole)
 

@@ -75,7 +75,7 @@ class AdapterFile:
 
     @property
     def modules(self) -> list[str]:
-        """Names of the model's linear layers that the adapter adds to, in order."""
+        """Names of the model's linear layers that the adapter adds to, sorted as texts."""
         return sorted(self._products)
 
     def weights(self, module: str) -> tuple[np.ndarray, np.ndarray]:

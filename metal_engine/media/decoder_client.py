@@ -108,7 +108,7 @@ class ImageDecoder:
             raise OverloadedError(f"the images of all requests take {num_bytes >> 20} MiB of memory")
 
     def _count(self, image: DecodedImage) -> int:
-        """Count the inputs of an image until they are freed. Return their size in bytes."""
+        """Add the inputs of an image to ``num_live_bytes`` until they are freed. Return their size in bytes."""
         arrays = list((image.inputs or {}).values())
         for array in arrays:
             self._counts.append(array.nbytes)

@@ -129,7 +129,7 @@ class ModelRegistry:
                 self._start_next_load()
 
     async def _check_failed(self, entry: ModelEntry, failed: FailedLoad) -> None:
-        """Re-raise the last load error if the retry delay has not passed and the model's files are unchanged.
+        """Raise a copy of the last load error if the retry delay has not passed and the model's files are unchanged.
 
         Otherwise, clear the error.
         """

@@ -116,7 +116,7 @@ class IndexOwner:
 
 
 class PagedIndexer(PagedIndex, deepseek_v32.Indexer):
-    """Index of DeepSeek V3.2 and GLM-5."""
+    """Sparse-attention index of DeepSeek V3.2 and GLM-5: selects ``index_topk`` keys for each row, for all heads."""
 
     small: ClassVar = {"index_topk": 8}
     can_share: ClassVar = True

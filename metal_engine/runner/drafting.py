@@ -54,7 +54,8 @@ class Drafter(Protocol):
 
     Attributes:
         needs_hidden: True if :meth:`follow` needs the hidden states of all rows.
-        replay_refusal: short reason why its steps are built although they could be replayed; None if there is none.
+        replay_refusal: short reason why the drafter's forwards are not replayed; None if they are, if replay was not
+            requested, or if this kind of drafter is never replayed.
     """
 
     @property

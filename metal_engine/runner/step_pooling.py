@@ -135,7 +135,10 @@ class StepPooling:
         return self._logits if self._sums is None else [self._sums, *self._logits]
 
     def result(self) -> dict[str, np.ndarray]:
-        """Return the vectors or logits of the prompts that the step completes, [D] float32, by request id."""
+        """Return the vectors or logits of the prompts that the step completes, [D] float32, by request id.
+
+        Adds the step's sums to all its prompts, so it must be called exactly once.
+        """
         if self._sums is not None:
             for part, total in zip(self._parts, np.array(self._sums), strict=True):
                 part.prompt.add(total, part.end - part.start)

@@ -250,7 +250,10 @@ def _got(setting: Setting, value: Any) -> str:
 
 
 def _scalar(make: Callable[[Any], Any], *types: type) -> Callable[[Any], Any]:
-    """Return a parser that accepts values of ``types``: strings, and the types that YAML converts them to."""
+    """Return a parser that passes values of ``types`` to ``make``. Raises TypeError for other values, and for booleans.
+
+    A setting is text in the environment and on the command line, and YAML converts it to other types.
+    """
 
     def read(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, types):

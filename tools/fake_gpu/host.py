@@ -1,4 +1,6 @@
-"""Measures the CPU time of the thread that runs decode steps on the fake GPU: built, replayed, and in mlx-lm.
+"""Measures the CPU time of the thread that runs decode steps on the fake GPU.
+
+The steps are built each time, or replayed, or those of mlx-lm.
 
 Imports MLX, so :func:`tools.fake_gpu.install` must be called first.
 """

@@ -149,10 +149,10 @@ class SimulatedKernel:
         return self._compiled[key]
 
     def _check_class(self, request: dict[str, Any]) -> None:
-        """Check the source for inputs of another size class, which occurs with other batches.
+        """Check the source for inputs of another size class, unless such a call was checked before.
 
-        A size class only decides the address spaces of parameters. One check covers all numbers among the template
-        arguments, because numbers change no type.
+        The size class of an array is whether it has at least ``CONSTANT_ELEMENTS`` elements. It depends on the batch,
+        and only decides the address spaces of parameters. One check covers all numbers among the template arguments.
         """
         dtypes = [value for _, value in request["template"] if isinstance(value, dict)]
         mark = cache_dir() / f"{key_of('class', request | {'template': dtypes})}.checked"

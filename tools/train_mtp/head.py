@@ -52,7 +52,7 @@ class MTPHead(nn.Module):
 
 
 class ChainCache:
-    """Keys and values of the passes of a chain, one pass after the other. Works as the cache of an mlx-lm layer."""
+    """Keys and values of all passes of :func:`chain`, in order of the passes. Works as an mlx-lm layer's cache."""
 
     offset = 0  # position of a row's first slot, for each pass
 

@@ -201,7 +201,9 @@ class _Values:
         return merged
 
     def _first_of(self, options: Sequence[Any], rule: Callable[[Any], str]) -> str:
-        """Return the name of a rule for any of several values or schemas. Skips options that cannot be expressed.
+        """Return the name of a rule that derives any one of ``options`` (values or schemas).
+
+        Leaves out options that cannot be expressed.
 
         Raises:
             NotExpressibleError: no option can be expressed.

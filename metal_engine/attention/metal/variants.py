@@ -230,7 +230,8 @@ def _can_hold(n: int, shape: AttentionShape, strips: int, registers: int, rows_r
 def fits_tensor_ops(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> bool:
     """Return True if staged items of a shape can be computed on matrix units (attention_tensor.metal).
 
-    A product has 16 columns of K, or 32 columns of V. Each SIMD group must have all columns of its rows.
+    A product has 16 columns of K, or 32 columns of V. The kernel requires 16-bit types, and that one SIMD group has all
+    columns of its rows.
     """
     is_half = shape.dtype in (mx.float16, mx.bfloat16)
     has_whole_products = shape.head_dim % 16 == 0 and shape.v_head_dim % 32 == 0
@@ -253,7 +254,10 @@ def _strips(shape: AttentionShape, widest: int, most_strips: int, *, is_staged: 
 
 
 def _parts(dim: int, strips: int) -> int:
-    """Return the number of SIMD groups that share ``dim`` columns of ``strips`` row fragments."""
+    """Return the number of SIMD groups that divide ``dim`` columns of ``strips`` row fragments among them.
+
+    This is the smallest number with which a group has at most ``SHARED_FRAGMENTS`` fragments.
+    """
     few_enough = (parts for parts in (1, 2, 4) if strips * -(-dim // (8 * parts)) <= SHARED_FRAGMENTS)
     return next(few_enough, GROUPS)
 

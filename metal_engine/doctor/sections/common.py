@@ -101,7 +101,7 @@ def load_plain_model(model: str) -> loader.LoadedModel:
 
 
 def in_thread(function: Callable[[], T]) -> T:
-    """Call a function in a new thread. Afterwards, release the memory of models that it has used."""
+    """Call a function in a new thread. Return its result, after releasing the memory of models, or raise its error."""
     with ThreadPoolExecutor(1) as thread:
         result = thread.submit(function).result()
     gc.collect()
@@ -118,7 +118,10 @@ def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int) ->
 def run_random(
     engine: BuiltEngine, num_requests: int, prompt_tokens: int, output_tokens: int, *, seed: int
 ) -> OfflineRun:
-    """Run requests with prompts of random tokens, and return their times and tokens."""
+    """Run greedy requests with prompts of random tokens, and return their times and tokens.
+
+    Each output has ``output_tokens`` tokens, because EOS is ignored. Raises RuntimeError if a request fails.
+    """
     prompts = random_prompts(num_requests, prompt_tokens, engine.core.config.model.vocab_size, seed)
     return run_requests(engine, prompts, [output_tokens] * num_requests)
 

@@ -1,4 +1,4 @@
-"""Merges features of images into a packed forward: instead of embeddings, and after the first layers."""
+"""Merges image features into a packed forward: they replace embeddings, and are added to outputs of early layers."""
 
 from __future__ import annotations
 

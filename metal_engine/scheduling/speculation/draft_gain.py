@@ -64,7 +64,7 @@ class _Rates:
     pause: int = 0
 
     def measured_plain(self, num_tokens: int, seconds: float) -> None:
-        """Record a step without drafts."""
+        """Record a step without drafts that yielded ``num_tokens`` tokens. Resets the count of bursts."""
         self.plain.measured(num_tokens, seconds)
         self.num_plain += 1
         self.num_bursts = 0

@@ -367,9 +367,9 @@ class Speculation:
             self._times.start()  # the next time includes the host's work between steps, which only async planning hides
 
     def _added_seconds(self, seconds: float, drafting: Drafting | None) -> float:
-        """Return how much longer a step of ``seconds`` took than the same step without drafts, in seconds.
+        """Estimate how much longer a step of ``seconds`` took than the same step without drafts, in seconds.
 
-        The result includes at least the time of the draft model or head.
+        The result is at least the time of the draft model or head. It is that time if no plain step was measured.
         """
         known = self._async_planning.seconds(self._num_plain_rows) if self._config.async_scheduling else None
         if known is None:

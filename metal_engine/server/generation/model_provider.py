@@ -90,7 +90,10 @@ class ModelProvider(ABC):
     @property
     @abstractmethod
     def is_restarting(self) -> bool:
-        """True while requests wait for a new engine, because the engine before it has ended."""
+        """True while the only model's engine has ended, and requests wait for a new one.
+
+        Always False with several models. Valid only while :attr:`error` is None.
+        """
 
     @abstractmethod
     def check(self, model: str | None) -> None:
@@ -98,7 +101,7 @@ class ModelProvider(ABC):
 
     @abstractmethod
     def is_ready(self, model: str | None) -> bool:
-        """Return True if :meth:`use` would not have to wait.
+        """Return True if :meth:`use` would return the model at once. False after a failed load, too.
 
         Raises as :meth:`check`, and APIError, a 503, if too many requests wait for the model already.
         """

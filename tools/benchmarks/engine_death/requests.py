@@ -44,7 +44,7 @@ def mixed_requests(model: str, num_each: int, max_tokens: int) -> list[MixedRequ
 
 
 def _kinds(prompt: str, seed: int, num: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield a name, a path and a body for each kind."""
+    """Yield the name, the path and the body of one request of each kind, with at most ``num`` tokens of output."""
     messages = [{"role": "user", "content": prompt}]
     greedy = {"temperature": 0.0, "max_tokens": num}
     random: dict[str, Any] = {"temperature": 0.9, "seed": seed, "max_tokens": num}

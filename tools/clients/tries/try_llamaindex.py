@@ -1,4 +1,4 @@
-"""LlamaIndex, with its packages for servers like OpenAI's."""
+"""Tries LlamaIndex with its packages for servers like OpenAI's: chat, a stream, a tool call and embeddings."""
 
 from __future__ import annotations
 
