@@ -1,4 +1,4 @@
-"""aider with a question and an edit, on a repository made for this script.
+"""Tries aider with a question and an edit, on a repository made for this script.
 
 The demo model is too small to edit code. The attempt succeeds if aider gets responses from the server without an error,
 even if aider reports that a response was cut off. A larger model also makes the edit.

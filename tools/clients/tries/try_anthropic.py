@@ -1,4 +1,4 @@
-"""Anthropic's own client."""
+"""Tries Anthropic's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instructor in each of its JSON modes, and in its tool modes."""
+"""Tries Instructor in each of its JSON modes, and in its tool modes."""
 
 from __future__ import annotations
 

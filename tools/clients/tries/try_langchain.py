@@ -1,4 +1,4 @@
-"""LangChain with its OpenAI and its Anthropic package."""
+"""Tries LangChain with its OpenAI and its Anthropic package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LiteLLM as a library, through three of its providers."""
+"""Tries LiteLLM as a library, through three of its providers."""
 
 from __future__ import annotations
 

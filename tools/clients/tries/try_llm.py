@@ -1,4 +1,4 @@
-"""Simon Willison's `llm` on the command line."""
+"""Tries Simon Willison's `llm` on the command line."""
 
 from __future__ import annotations
 

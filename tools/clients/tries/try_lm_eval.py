@@ -1,4 +1,4 @@
-"""EleutherAI's lm-evaluation-harness on a custom task that needs no download.
+"""Tries EleutherAI's lm-evaluation-harness on a custom task that needs no download.
 
 Three multiple choices (log likelihoods of given texts) with the server's tokenizer, and three completions, with the
 server's tokenizer and without a tokenizer in lm-eval.

@@ -1,4 +1,4 @@
-"""Ollama's own client. Some tools support only Ollama's API."""
+"""Tries Ollama's own client. Some tools support only Ollama's API."""
 
 from __future__ import annotations
 

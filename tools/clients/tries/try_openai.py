@@ -1,4 +1,4 @@
-"""OpenAI's own client."""
+"""Tries OpenAI's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outlines over an OpenAI client."""
+"""Tries Outlines over an OpenAI client."""
 
 from __future__ import annotations
 

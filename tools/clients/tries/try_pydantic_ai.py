@@ -1,4 +1,4 @@
-"""Pydantic AI: text, a tool that is executed, and an output type."""
+"""Tries Pydantic AI: text, a tool that is executed, and an output type."""
 
 from __future__ import annotations
 
