@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 from tests.support.engine_child import pid_of, started
 from tests.support.serving import serve
 from tools.benchmarks.engine_death import answers
-from tools.benchmarks.engine_death.__main__ import main, measure
+from tools.benchmarks.engine_death.__main__ import main, measure, worker_of
 from tools.benchmarks.engine_death.deaths import Report
 from tools.benchmarks.engine_death.requests import mixed_requests
+from tools.benchmarks.engine_death.server import WORKER
 from tools.benchmarks.engine_death.worker import LOADS
 
 KINDS = ("kill", "abort", "error")
@@ -73,6 +75,19 @@ def test_the_demo(demo_path: Path, arguments: str, tmp_path: Path) -> None:
     """The tool's own server answers alike under deaths."""
     given = ["--deaths", "8", "--streams", "16", "--serve-args", arguments.format(folder=tmp_path / "kv")]
     assert main(given) == 0
+
+
+def test_the_oldest_process_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = f"python -m {WORKER} 7"
+    rows = [(300, 9, "1-00:00:01", "sh"), (20, 9, "02:03", worker), (4, 9, "59", worker), (5, 8, "01:00:00", worker)]
+    rows += [(31, 9, "1-00:00:00", worker)]
+    text = "\n".join(" ".join(map(str, row)) for row in rows)
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, text)
+
+    monkeypatch.setattr("tools.benchmarks.engine_death.__main__.subprocess.run", run)
+    assert worker_of(9) == 31 and worker_of(8) == 5 and worker_of(7) is None
 
 
 # --- the comparison ---

@@ -110,7 +110,8 @@ def test_no_loop_of_any_kernel_carries_an_undefined_value(kernel: str, published
         (kernel, dtype)
         for kernel in KERNELS
         for dtype in ("float16_t", "bfloat16_t", "float")
-        if "tensor" not in kernel and ("quantized" not in kernel or dtype != "float")
+        if "tensor" not in kernel
+        and (dtype != "float" or ("quantized" not in kernel and kernel != "selected_latents"))  # not in float32
     ],
 )
 def test_every_kernel_fits_into_registers(kernel: str, dtype: str, published: list[Variant], compiler: None) -> None:

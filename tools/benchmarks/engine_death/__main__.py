@@ -35,13 +35,23 @@ from tools.compare.peers import OURS, running
 def worker_of(server_pid: int) -> int | None:
     """Return the process id of a server's engine; None if the engine has no process.
 
-    The engine's process has the lowest id, because a spare process starts later.
+    The engine's process is the oldest, because a spare process starts later. Ids are no measure of age: the system
+    begins again with small ids after the largest.
     """
-    listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=", "-o", "ppid=", "-o", "command="], capture_output=True, text=True, check=True
-    )
-    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
-    return min((int(pid) for pid, parent, name in rows if int(parent) == server_pid and WORKER in name), default=None)
+    columns = (flag for name in ("pid", "ppid", "etime", "command") for flag in ("-o", f"{name}="))
+    listed = subprocess.run(["ps", "-A", *columns], capture_output=True, text=True, check=True)
+    rows = [line.split(None, 3) for line in listed.stdout.splitlines()]
+    ages = {int(pid): _seconds(age) for pid, parent, age, name in rows if int(parent) == server_pid and WORKER in name}
+    return max(sorted(ages), key=ages.__getitem__, default=None)
+
+
+def _seconds(elapsed: str) -> int:
+    """Return the seconds of a time in the format of ``ps``: ``[[days-]hours:]minutes:seconds``."""
+    days, _, clock = elapsed.rpartition("-")
+    seconds = 0
+    for part in clock.split(":"):
+        seconds = 60 * seconds + int(part)
+    return 86_400 * int(days or 0) + seconds
 
 
 async def measure(
