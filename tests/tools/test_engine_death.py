@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine_child import pid_of, started
-from tests.support.serving import serve
+from tests.support.serving import serve, wait_until
 from tools.benchmarks.engine_death import answers
 from tools.benchmarks.engine_death.__main__ import main, measure, worker_of
 from tools.benchmarks.engine_death.deaths import Report
@@ -88,6 +90,15 @@ def test_the_oldest_process_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("tools.benchmarks.engine_death.__main__.subprocess.run", run)
     assert worker_of(9) == 31 and worker_of(8) == 5 and worker_of(7) is None
+
+
+def test_the_engine_s_process_is_found_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    child = subprocess.Popen([sys.executable, "-c", "input()" + " " * 80, WORKER], stdin=subprocess.PIPE)
+    try:
+        wait_until(lambda: worker_of(os.getpid()) == child.pid, "the process to be listed")
+    finally:
+        child.communicate(b"\n")
 
 
 # --- the comparison ---

@@ -39,7 +39,8 @@ def worker_of(server_pid: int) -> int | None:
     begins again with small ids after the largest.
     """
     columns = (flag for name in ("pid", "ppid", "etime", "command") for flag in ("-o", f"{name}="))
-    listed = subprocess.run(["ps", "-A", *columns], capture_output=True, text=True, check=True)
+    # -ww: whole commands, whatever COLUMNS is
+    listed = subprocess.run(["ps", "-A", "-ww", *columns], capture_output=True, text=True, check=True)
     rows = [line.split(None, 3) for line in listed.stdout.splitlines()]
     ages = {int(pid): _seconds(age) for pid, parent, age, name in rows if int(parent) == server_pid and WORKER in name}
     return max(sorted(ages), key=ages.__getitem__, default=None)
