@@ -54,8 +54,8 @@ class Drafter(Protocol):
 
     Attributes:
         needs_hidden: True if :meth:`follow` needs the hidden states of all rows.
-        replay_refusal: short reason why the drafter's forwards are not replayed; None if they are, if replay was not
-            requested, or if this kind of drafter is never replayed.
+        replay_refusal: short reason for which replay of the drafter's forwards is disabled. None if replay is enabled
+            or was not requested, and for drafters without replay.
     """
 
     @property

@@ -60,7 +60,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> tuple[Watched, Watched, float]:
-    """Two ranks that say nothing during all tests of this file, and the time at which their silence began."""
+    """Return two linked ranks that send no frames, and the value of ``time.monotonic`` when the link was made."""
     a, b = tcp_pair()
     return Watched(a, 3), Watched(b, 3), time.monotonic()
 
@@ -250,7 +250,7 @@ def test_plans_say_what_is_pooled() -> None:
 
 
 def test_heartbeats_keep_a_rank_that_says_nothing(quiet: tuple[Watched, Watched, float]) -> None:
-    """It is the last test of this file, so that it waits for the rest of the time only."""
+    """Five seconds without frames. The earlier tests of this file run during most of them."""
     one, other, start = quiet
     time.sleep(max(0.0, start + 5 - time.monotonic()))
     assert one.lost.empty() and other.lost.empty()

@@ -205,8 +205,7 @@ def test_a_rank_that_is_lost_at_any_moment_of_the_start(model: Path, lost: int, 
     whole = first.seconds_until_met()
     first.lose(1, signal.SIGKILL)
     for tenth in range(10):
-        # The monitor's limit ends before a rank's own limit. Otherwise, the monitor could report a rank that has ended
-        # because it found no other rank.
+        # The monitor has the shorter limit. At its own limit, a rank ends, and the monitor could report the wrong rank.
         ranks = Joining(model, seconds=8 + 3 * whole, silence=18 + 3 * whole)
         time.sleep(max(ranks.began + whole * tenth / 9 - time.monotonic(), 0))
         said = ranks.lose(lost, how)

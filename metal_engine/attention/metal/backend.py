@@ -67,7 +67,7 @@ class _Launch:
 class MetalStep:
     """Attention of one step.
 
-    Layers of a kind share tables and launch parameters. Only the first call for a kind is checked.
+    Layers of a kind share tables and launch parameters. The checks of arguments run at the first call for a kind.
     """
 
     rows: StepRows

@@ -1,1 +1,1 @@
-"""Trained draft heads of checkpoints: where they are, their tensors and their quantization."""
+"""Trained draft heads of checkpoints: their files, tensors and quantization."""

@@ -369,7 +369,7 @@ class Speculation:
     def _added_seconds(self, seconds: float, drafting: Drafting | None) -> float:
         """Estimate how much longer a step of ``seconds`` took than the same step without drafts, in seconds.
 
-        The result is at least the time of the draft model or head. It is that time if no plain step was measured.
+        The result is at least the time of the draft model or head, and exactly that time if no plain step was measured.
         """
         known = self._async_planning.seconds(self._num_plain_rows) if self._config.async_scheduling else None
         if known is None:

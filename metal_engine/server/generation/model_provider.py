@@ -90,7 +90,7 @@ class ModelProvider(ABC):
     @property
     @abstractmethod
     def is_restarting(self) -> bool:
-        """True while the only model's engine has ended, and requests wait for a new one.
+        """True while the engine of the only model is being replaced after its end. Requests wait meanwhile.
 
         Always False with several models. Valid only while :attr:`error` is None.
         """

@@ -1,1 +1,1 @@
-"""The server's web page, and the events that show what the engine does."""
+"""The server's web page, and its events with the state of the engine."""
