@@ -11,7 +11,6 @@ from metal_engine.distributed.launch import end_with, launched_rank
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.loading.build import build_engine
 from metal_engine.settings.args import EngineArgs
-from metal_engine.step import RunnerLostError
 
 
 def run_as_follower(args: EngineArgs) -> int:
@@ -29,8 +28,6 @@ def run_as_follower(args: EngineArgs) -> int:
         build_engine(args)
     except SystemExit as end:
         return int(end.code or 0)
-    except RunnerLostError:  # already reported
-        return 1
     raise AssertionError("rank 0 cannot follow")
 
 

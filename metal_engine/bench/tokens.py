@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as BackendTokenizer
 
+from metal_engine.checkpoints.model_names import is_gguf
 from metal_engine.checkpoints.tokenizer_file import check_tokenizer_file
 from metal_engine.errors import ConfigError
 
@@ -37,7 +38,7 @@ def load_prompt_tokenizer(name: str) -> PromptTokenizer:
         ConfigError: there is no tokenizer.
     """
     path = Path(name).expanduser()
-    if name == "demo" or path.suffix.lower() == ".gguf":
+    if name == "demo" or is_gguf(path):
         from metal_engine.checkpoints.demo import fetch_demo_model
         from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 

@@ -21,7 +21,7 @@ from metal_engine.checkpoints.hub.preflight import (
     remote_tensors,
 )
 from metal_engine.checkpoints.hub.repository import MODEL_PATTERNS, find_repo, hub_problem
-from metal_engine.checkpoints.model_names import gguf_models
+from metal_engine.checkpoints.model_names import gguf_models, is_gguf
 from metal_engine.checkpoints.requirements import (
     CheckpointRequirements,
     check_memory,
@@ -76,7 +76,7 @@ def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> 
     try:
         if not model.is_complete:
             raise ModelLoadError(f"half-downloaded: `metal-engine pull {quote(model.name)}` gets the rest")
-        if model.path.suffix.lower() == ".gguf":
+        if is_gguf(model.path):
             quantization = gguf_models([model.path.name])[0].quantization
             header = read_gguf_header(model.path)
             requirements = gguf_requirements(header, gguf_config(header), args, device)

@@ -32,7 +32,7 @@ from metal_engine.checkpoints.hub.repository import (
     is_offline,
 )
 from metal_engine.checkpoints.model_classes import model_classes
-from metal_engine.checkpoints.model_names import DEMO_MODEL, HubName, parse_hub_name
+from metal_engine.checkpoints.model_names import DEMO_MODEL, HubName, is_gguf, parse_hub_name
 from metal_engine.checkpoints.path_settings import check_model_name
 from metal_engine.checkpoints.pooling_config import check_causal
 from metal_engine.checkpoints.requirements import Check, check_memory, safetensors_requirements
@@ -69,7 +69,7 @@ def find_model(args: EngineArgs, device: DeviceInfo, check: Check) -> FoundModel
         return FoundModel(fetch_demo_model(), DEMO_MODEL)
     check_model_name(args.model)
     path = Path(args.model).expanduser()
-    if path.suffix.lower() == ".gguf":
+    if is_gguf(path):
         return FoundModel(path, path.stem)
     if path.is_dir():
         return FoundModel(path, args.model)

@@ -17,7 +17,7 @@ from metal_engine.checkpoints.gguf.config import gguf_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.hub.repository import cached_folder
 from metal_engine.checkpoints.metadata import read_config
-from metal_engine.checkpoints.model_names import DEMO_MODEL, gguf_models, is_local, parse_hub_name
+from metal_engine.checkpoints.model_names import DEMO_MODEL, gguf_models, is_gguf, is_local, parse_hub_name
 from metal_engine.device.command_buffers import command_buffer_limits, limits_in_force, set_command_buffer_limits
 from metal_engine.device.limits_trial import refusal
 from metal_engine.errors import one_line
@@ -57,7 +57,7 @@ def known_config(args: EngineArgs) -> dict[str, Any] | None:
     """
     try:
         path = _path(args)
-        if path.suffix.lower() == ".gguf":
+        if is_gguf(path):
             return gguf_config(read_gguf_header(path))
         return read_config(path)
     except Exception as error:  # noqa: BLE001  (files may have any content, and the hub's client raises any type)
@@ -70,7 +70,7 @@ def _path(args: EngineArgs) -> Path:
     if args.model == DEMO_MODEL:
         return demo_path()
     path = Path(args.model).expanduser()
-    if path.suffix.lower() == ".gguf" or path.is_dir() or is_local(args.model):
+    if is_gguf(path) or path.is_dir() or is_local(args.model):
         return path
     name = parse_hub_name(args.model)
     folder = cached_folder(name.repo, name.revision or args.revision, args.download_dir, [])

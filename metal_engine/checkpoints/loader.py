@@ -30,7 +30,7 @@ from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.checkpoints.headless import EmbeddingWeights
 from metal_engine.checkpoints.hub.repository import fetch_tokenizer
-from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local
+from metal_engine.checkpoints.model_names import DEMO_MODEL, is_gguf, is_local
 from metal_engine.checkpoints.path_settings import generation_config_folder, local_tokenizer
 from metal_engine.checkpoints.pooling_config import check_causal, find_reranker, gguf_pooler, read_pooler
 from metal_engine.checkpoints.requirements import (
@@ -166,7 +166,7 @@ def _load(
         check(requirements)
         claim(requirements)
 
-    load_files = _load_gguf if found.path.suffix.lower() == ".gguf" else _load_directory
+    load_files = _load_gguf if is_gguf(found.path) else _load_directory
     loaded, requirements = load_files(found, args, dtype, device, admit, check_tokenizer, divide)
     loaded = replace(loaded, path=found.path)
     logger.info("loaded the weights: %s in %.1f s", format_size(requirements.weight_bytes), time.monotonic() - began)

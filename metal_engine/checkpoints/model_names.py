@@ -37,9 +37,14 @@ def parse_hub_name(name: str) -> HubName:
     return HubName(name) if match is None else HubName(match["repo"], match["revision"], match["quantization"])
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Return True if a path, existing or not, has the name of a GGUF file."""
+    return str(path).lower().endswith(".gguf")
+
+
 def is_local(name: str) -> bool:
     """Return True if a name is a path, existing or not, and not a name on the hub."""
-    return name.startswith((".", "/", "~")) or name.lower().endswith(".gguf") or Path(name).expanduser().exists()
+    return name.startswith((".", "/", "~")) or is_gguf(name) or Path(name).expanduser().exists()
 
 
 def is_ollama_name(name: str) -> bool:
@@ -99,7 +104,7 @@ def gguf_models(names: list[str]) -> list[GgufFile]:
     for name in sorted(names):
         base = name.rpartition("/")[2]
         part = _SPLIT_PART.search(base)
-        if not base.lower().endswith(".gguf") or base.lower().startswith(("mmproj", "imatrix")):
+        if not is_gguf(base) or base.lower().startswith(("mmproj", "imatrix")):
             continue
         if part is None or int(part[1]) == 1:
             labels = _QUANTIZATION.findall(_SPLIT_PART.sub("", base)[: -len(".gguf")])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.metadata import read_config
-from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local, is_ollama_name
+from metal_engine.checkpoints.model_names import DEMO_MODEL, is_gguf, is_local, is_ollama_name
 from metal_engine.errors import ConfigError, ModelLoadError
 
 
@@ -22,7 +22,7 @@ def check_model_name(model: str) -> None:
     if model == DEMO_MODEL:
         return
     path = Path(model).expanduser()
-    if path.suffix.lower() == ".gguf":
+    if is_gguf(path):
         if not path.is_file():
             raise ModelLoadError(f"no such file: {path}")
         read_gguf_header(path)

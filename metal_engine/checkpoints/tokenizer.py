@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from metal_engine.checkpoints.file_checks import read_json
 from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+from metal_engine.checkpoints.model_names import is_gguf
 from metal_engine.checkpoints.tokenizer_file import check_tokenizer_file, check_vocabulary_files
 from metal_engine.errors import ModelLoadError, one_line
 
@@ -28,7 +29,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
     Raises:
         ModelLoadError: there is no tokenizer, or it cannot be read or used.
     """
-    if folder.suffix.lower() == ".gguf" and folder.is_file():
+    if is_gguf(folder) and folder.is_file():
         return load_gguf_tokenizer(folder)
     if not any((folder / name).is_file() for name in _FILES) and not list(folder.glob("*.tiktoken")):
         raise ModelLoadError(f"{folder} has no tokenizer (no tokenizer.json): name another with --tokenizer")

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from metal_engine.checkpoints.model_names import is_gguf
 from metal_engine.cli.early_checks import check_engine_args
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
@@ -90,7 +91,7 @@ def _model_at(path: Path, name: str, passed_over: list[str]) -> dict[str, Path]:
     if path.name.startswith("."):
         return {}
     try:
-        if path.suffix.lower() == ".gguf" and path.is_file():
+        if is_gguf(path) and path.is_file():
             name = name[: -len(".gguf")]
         elif not (path / "config.json").is_file():
             return {}

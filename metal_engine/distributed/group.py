@@ -268,6 +268,9 @@ def _connect_ranks(
 
     Returns:
         On rank 0, the links to all other ranks, by rank. On the other ranks, the link to rank 0.
+
+    Raises:
+        ModelLoadError: rank 0's port and secret arrive changed, because ranks of two groups have connected.
     """
     rank, size = communication.rank(), communication.size()
     listening, token, port = None, bytes(TOKEN_BYTES), 0
@@ -277,6 +280,8 @@ def _connect_ranks(
     shared = mx.distributed.all_sum(mx.array([port, *token], mx.int32), group=communication)
     mx.eval(shared)
     numbers = cast(list[int], shared.tolist())
+    if not 0 < numbers[0] < 1 << 16 or not all(0 <= number < 256 for number in numbers[1:]):
+        raise ModelLoadError(f"rank {rank} has connected to ranks of another group; start both groups again")
     port, token = numbers[0], bytes(numbers[1:])
     if listening is None:
         connections: dict[int, socket.socket] = {0: connect(host, port, token, rank, timeout)}

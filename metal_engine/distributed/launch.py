@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,13 +23,17 @@ from pathlib import Path
 from typing import IO
 
 from metal_engine.distributed.rendezvous import Watched
-from metal_engine.errors import ConfigError
+from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.python_process import PYTHON, python_environment
 from metal_engine.settings.args import EngineArgs
 
 RANK, HOSTFILE, COORDINATOR = "MLX_RANK", "MLX_HOSTFILE", "MLX_JACCL_COORDINATOR"
 _DEVICES = "MLX_IBV_DEVICES"
 LOOPBACK = "127.0.0.1"
+# Ports of ranks that this process starts: below those that systems choose for connections and for servers with port 0
+# (Linux: from 32768, macOS: from 49152). Until a rank listens, another program could be given its port. If that is a
+# rank of another group, the groups connect to each other, because MLX lets two ranks listen on one port.
+_PORTS = range(20_000, 32_000)
 # Module that runs in a rank that this process starts.
 _PROGRAM = "metal_engine.rank_worker"
 # Standard inputs of the started ranks. The system closes these pipes when this process ends for any reason.
@@ -153,7 +158,7 @@ class LocalRanks:
 
 def start_local_ranks(args: EngineArgs) -> LocalRanks:
     """Start the other ranks of a group on this machine, as its rank 0. They communicate over the loopback interface."""
-    ports = _free_ports(args.num_ranks)
+    ports = free_ports(args.num_ranks)
     descriptor, name = tempfile.mkstemp(prefix="metal-engine-ranks-", suffix=".json")
     with os.fdopen(descriptor, "w") as file:
         json.dump([[f"{LOOPBACK}:{port}"] for port in ports], file)
@@ -218,9 +223,15 @@ def ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _free_ports(count: int) -> list[int]:
-    listening = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in listening]
-    for one in listening:
-        one.close()
+def free_ports(count: int) -> list[int]:
+    """Return free ports of this machine for ranks that are about to start. Raises ModelLoadError if there are none."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(ports) == count:
+            break
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            ports.append(port)
+    else:
+        raise ModelLoadError(f"{count} ranks need a free port each of {_PORTS[0]} to {_PORTS[-1]}")
     return ports

@@ -26,6 +26,7 @@ from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo, ModelInfo, RankInfo
 from metal_engine.settings.fields import format_size
+from metal_engine.step import RunnerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,10 @@ class Ranks(ABC):
 
     @abstractmethod
     def run_as_follower(self, runner: ModelRunner) -> None:
-        """Run rank 0's steps until rank 0 ends, then raise SystemExit. On rank 0, return at once."""
+        """Run rank 0's steps until rank 0 ends, then raise SystemExit. On rank 0, return at once.
+
+        The exit status is 0 if rank 0 has ended the ranks, and 1 if a rank was lost, which the log says.
+        """
 
     @abstractmethod
     def lead(self, runner: ModelRunner) -> LeaderRunner | None:
@@ -203,7 +207,10 @@ class SeveralRanks(Ranks):
 
     def run_as_follower(self, runner: ModelRunner) -> None:
         if self._group.rank:
-            self._group.run_as_follower(runner)
+            try:
+                self._group.run_as_follower(runner)
+            except RunnerLostError as error:
+                raise SystemExit(1) from error
             raise SystemExit(0)
 
     def lead(self, runner: ModelRunner) -> LeaderRunner | None:

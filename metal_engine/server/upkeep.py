@@ -67,10 +67,12 @@ def release_idle_memory(release_memory: ReleaseMemory, pressure: MemoryPressure)
 async def run_upkeep(lifecycle: Lifecycle, workers: Workers, release_memory: ReleaseMemory) -> None:
     """Once a second, adapt the number of BLAS threads, and return memory if it is time. Runs until it is cancelled.
 
-    Returns freed memory to the system, and releases memory of idle models under memory pressure. Logs errors.
+    Returns freed memory to the system, and releases memory of idle models under memory pressure. Logs an error once,
+    until it changes or the work succeeds.
     """
     memory, threads = FreedMemory(lifecycle, workers), blas_threads()
     await asyncio.to_thread(give_back_freed_memory)  # memory that loading freed
+    logged = ""
     while True:
         await asyncio.sleep(_POLL_SECONDS)
         try:
@@ -79,5 +81,8 @@ async def run_upkeep(lifecycle: Lifecycle, workers: Workers, release_memory: Rel
             release_idle_memory(release_memory, memory_pressure())
             if memory.is_due():
                 await asyncio.to_thread(give_back_freed_memory)
-        except Exception:
-            logger.exception("periodic work of the server has failed, and is repeated in %g s", _POLL_SECONDS)
+            logged = ""
+        except Exception as error:
+            if repr(error) != logged:
+                logged = repr(error)
+                logger.exception("periodic work of the server has failed, and is repeated every %g s", _POLL_SECONDS)

@@ -15,16 +15,18 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.digests import file_digests
+from metal_engine.distributed import group as group_module
 from metal_engine.distributed import leader as leader_module
 from metal_engine.distributed.channel import FrameKind, Link, listen
 from metal_engine.distributed.follower import run_frame
 from metal_engine.distributed.group import RankGroup, _pass_on
+from metal_engine.distributed.launch import free_ports
 from metal_engine.distributed.leader import LeaderRunner
 from metal_engine.distributed.rank_failure import RankFailureMonitor, StepTimeout
 from metal_engine.distributed.ranks import SeveralRanks
@@ -120,6 +122,33 @@ def test_settings_that_differ_are_named_as_the_user_sets_them(groups: list[RankG
         groups[1].args = replace(groups[0].args, **{name: 7})
         error, _ = both(groups, RankGroup.check_settings, RankGroup.check_settings)
         assert str(error) == f"{shown} is 7 on rank 1, and None on rank 0"
+
+
+def test_a_follower_of_a_lost_group_ends_with_status_1(groups: list[RankGroup]) -> None:
+    """The log names the loss. It is not an error of loading the model."""
+    groups[0]._links[0].send(FrameKind.FIGURES, b"[]")  # a frame that cannot be computed
+    with pytest.raises(SystemExit) as end:
+        SeveralRanks(groups[1]).run_as_follower(cast(Any, _Runner()))
+    assert end.value.code == 1
+
+
+def test_ranks_of_two_groups_that_have_connected_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum over the ranks then contains the ports and secrets of both groups."""
+    communication: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    for foreign in (70_000, 200):
+        monkeypatch.setattr(group_module.mx.distributed, "all_sum", lambda mine, group, n=foreign: mine + 2 * n)
+        with pytest.raises(ModelLoadError, match="rank 1 has connected to ranks of another group"):
+            group_module._connect_ranks(communication, "127.0.0.1", 1.0, Watched(1, 0))
+
+
+def test_ports_of_ranks_are_given_to_no_other_program() -> None:
+    """Systems choose ports from 32,768 on. A port that a program uses is left out."""
+    with socket.create_server(("127.0.0.1", free_ports(1)[0])) as used:
+        ports = free_ports(11_000)
+        assert len(set(ports)) == 11_000 and min(ports) >= 20_000 and max(ports) < 32_768
+        assert used.getsockname()[1] not in free_ports(11_000)
+    with pytest.raises(ModelLoadError, match="need a free port each"):
+        free_ports(13_000)
 
 
 def test_ranks_with_other_weights_are_refused(groups: list[RankGroup], tmp_path: Path) -> None:

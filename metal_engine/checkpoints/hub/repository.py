@@ -6,15 +6,19 @@ same meaning as in ``huggingface_hub``.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
+import selectors
 import socket
 import threading
+import time
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from metal_engine.checkpoints.model_names import did_you_mean
 from metal_engine.errors import ModelLoadError, one_line
@@ -106,7 +110,7 @@ def check_reachable() -> None:
 
     def connect() -> None:
         try:
-            socket.create_connection(address, timeout=CONNECT_SECONDS).close()
+            _connect_to_any(*address)
         except OSError as error:
             troubles.append(one_line(error))
 
@@ -117,6 +121,37 @@ def check_reachable() -> None:
     if attempt.is_alive() or troubles:
         raise HubUnreachableError(troubles[0] if troubles else f"no answer within {CONNECT_SECONDS:.0f} s")
     _check_answers()
+
+
+def _connect_to_any(host: str, port: int) -> None:
+    """Connect to one of a host's addresses, and close the connection. Waits for at most ``CONNECT_SECONDS``.
+
+    Tries all addresses at the same time: some networks drop the packets of one family of addresses, often IPv6.
+
+    Raises:
+        OSError: the name cannot be resolved, or no address accepts a connection. Gives the last address's reason.
+    """
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    deadline = time.monotonic() + CONNECT_SECONDS
+    problem = OSError(f"no answer within {CONNECT_SECONDS:.0f} s")
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
+        for family, kind, protocol, _, address in addresses:
+            connection = opened.enter_context(socket.socket(family, kind, protocol))
+            connection.setblocking(False)
+            code = connection.connect_ex(address)
+            if code in (0, errno.EINPROGRESS):
+                selector.register(connection, selectors.EVENT_WRITE)
+            else:
+                problem = OSError(code, os.strerror(code))
+        while selector.get_map() and (seconds := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(seconds):
+                connection = cast(socket.socket, key.fileobj)
+                code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if not code:
+                    return
+                problem = OSError(code, os.strerror(code))
+                selector.unregister(connection)
+    raise problem
 
 
 def _check_answers() -> None:

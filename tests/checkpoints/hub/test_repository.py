@@ -31,6 +31,8 @@ from tests.support.fake_hub import TOKEN, FakeHub, Repo, asked_hub, use_endpoint
 from tests.support.serving import wait_until
 from tools.fixtures.architectures import configuration
 
+Address = tuple[str, int]
+
 
 def load_all(cases: list[dict[str, Any]]) -> list[list[Any]]:
     """Load each case. Return the results: ["loaded", ...] or ["error", text]."""
@@ -171,9 +173,9 @@ def test_a_download_dir_in_the_home_directory(asked: FakeHub, tmp_path: Path, mo
     assert list((tmp_path / "models").rglob("config.json"))
 
 
-def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections to a server with a full queue hang, like connections to an address that drops packets."""
-    monkeypatch.setattr(hub, "CONNECT_SECONDS", 0.2)
+@pytest.fixture
+def silent() -> Iterator[Address]:
+    """Return the address of a server whose queue is full: connections hang, as where packets are dropped."""
     with socket.socket() as server, contextlib.ExitStack() as waiting:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -181,9 +183,35 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -
             client = waiting.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(server.getsockname())
-        use_endpoint(f"http://127.0.0.1:{server.getsockname()[1]}", monkeypatch)
-        ((kind, text),) = load_all([{"model": "org/plain"}])
+        yield server.getsockname()
+
+
+def test_a_hub_that_never_answers_is_given_up(silent: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "CONNECT_SECONDS", 0.2)
+    use_endpoint(f"http://127.0.0.1:{silent[1]}", monkeypatch)
+    ((kind, text),) = load_all([{"model": "org/plain"}])
     assert kind == "error" and "cannot be reached (" in text, text
+
+
+def test_a_hub_is_reachable_if_one_of_its_addresses_is(silent: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some networks drop all packets of one family of addresses, mostly IPv6. Other addresses refuse a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        refusing = closed.getsockname()
+    monkeypatch.setattr(hub, "CONNECT_SECONDS", 1.0)
+    addresses = [silent, refusing]
+
+    def getaddrinfo(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+
+    with FakeHub({}) as server:
+        use_endpoint(server.url, monkeypatch)
+        monkeypatch.setattr(hub.socket, "getaddrinfo", getaddrinfo)
+        for others, problem in (([silent, refusing], "refused"), ([silent], "no answer within 1 s")):
+            addresses[:] = others
+            with pytest.raises(hub.HubUnreachableError, match=problem):
+                hub.check_reachable()
+        addresses[:] = [silent, refusing, ("127.0.0.1", int(server.url.rpartition(":")[2]))]
+        hub.check_reachable()
 
 
 def test_a_hub_that_accepts_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
