@@ -29,7 +29,7 @@ MAX_LOGPROB_ENTRIES = 1 << 17
 # Number of tokens and log probabilities above which a response is parsed and encoded outside the event loop.
 _LONG = 1 << 11
 
-# Number of sequences to start or end before other tasks of the event loop may run. It takes 3 ms.
+# Number of sequences to start or end before other tasks of the event loop may run. Starting 256 sequences takes 3 ms.
 _TASKS_AT_ONCE = 256
 
 # Index of a choice, one output of that choice, and the deltas parsed from the output's text. The list of deltas is
@@ -41,18 +41,21 @@ _Batch = list[tuple[int, RequestOutput]]
 
 @dataclass
 class Choice:
-    """State of one sequence of a generation.
+    """State of one sequence of a :class:`Generation`, which is one choice of the response.
 
     Attributes:
         index: index of the choice in the response.
         echo: text of the prompt; None if the response does not repeat the prompt.
         reader: parser of the output; None if the output is plain text.
-        texts: pieces of the generated text. Empty if outputs are parsed as they arrive.
-        token_ids: generated tokens, including the token that ended generation. Empty like ``texts``.
-        token_ends: end of each token's text within the choice's text, in characters. Empty like ``texts``.
+        texts: pieces of the generated text. If :meth:`Generation.outputs` parses outputs as they arrive, this list stays
+            empty. The same is true of ``token_ids``, ``token_ends`` and ``text_logprobs``.
+        token_ids: generated tokens, including the token that ended generation.
+        token_ends: end of each token's text within the choice's text, in characters.
         deltas: deltas parsed from the complete text, set by :meth:`Generation.read`.
-        text_logprobs: log probabilities of the generated tokens. Empty like ``texts``.
-        latest: last output, which has the token counts.
+        text_logprobs: log probabilities of the generated tokens.
+        prompt_logprobs: log probabilities of the prompt's tokens; None before the first output, and if not requested.
+        latest: last output, which has the token counts. All counts are 0 before the first output.
+        finish_reason: reason of the last output; None while generation continues.
     """
 
     index: int
@@ -86,7 +89,8 @@ class Choice:
     def parse(self, text: str, token_ends: list[int]) -> list[AnswerDelta]:
         """Parse the next piece of text. Return the resulting deltas; an empty list if there is no reader.
 
-        Call it after :meth:`add`, because the end of the text depends on the finish reason.
+        Pass the output to :meth:`add` first: the parser completes its deltas at the end only if it gets the finish
+        reason.
 
         Args:
             token_ends: end of each token's text in characters, as in :attr:`RequestOutput.token_ends`.
@@ -167,8 +171,8 @@ class Generation:
             read: True to parse outputs as they arrive. False to keep their text for :meth:`read`.
 
         Raises:
-            APIError: a sequence failed or took too long, or without ``read`` there are too many log probabilities. The
-                other sequences are aborted.
+            APIError: a sequence failed or took too long (:func:`failure`). If ``read`` is False, also for more than
+                ``MAX_LOGPROB_ENTRIES`` log probabilities. The other sequences are aborted.
             EngineDeadError: the engine has stopped.
         """
         streams = [
@@ -224,7 +228,10 @@ class Generation:
         )
 
     def _check_size(self, output: RequestOutput) -> None:
-        """Raise APIError, a 400, if the log probabilities to collect exceed ``MAX_LOGPROB_ENTRIES``."""
+        """Count the log probabilities of an output.
+
+        Raises APIError, a 400, if all outputs so far have more than ``MAX_LOGPROB_ENTRIES``.
+        """
         self._num_entries += num_entries(len(output.text_logprobs or ()), self.params.logprobs)
         if self._num_entries > MAX_LOGPROB_ENTRIES:
             problem = f": one response can have at most {MAX_LOGPROB_ENTRIES} log probabilities; set stream to true"
@@ -238,7 +245,10 @@ class Generation:
 
     @property
     def is_long(self) -> bool:
-        """True if parsing the outputs and encoding the response takes more than 10 ms."""
+        """True if parsing the outputs and encoding the response may take more than 10 ms. Valid after :meth:`finish`.
+
+        The estimate is the number of tokens and log probabilities.
+        """
         num_tokens = sum(choice.latest.num_output_tokens for choice in self.choices)
         num_prompt = sum(len(choice.prompt_logprobs or ()) for choice in self.choices)
         entries = num_entries(num_tokens, self.params.logprobs) + num_entries(num_prompt, self.params.prompt_logprobs)
@@ -246,7 +256,7 @@ class Generation:
         return num_tokens + entries + num_ids > _LONG
 
     def read(self) -> None:
-        """Parse the complete outputs of all choices. Store the results in their ``deltas``."""
+        """Parse the complete output of each choice. Store the result in :attr:`Choice.deltas`."""
         for choice in self.choices:
             choice.deltas = choice.parse(choice.text, choice.token_ends)
 
@@ -311,7 +321,8 @@ class Generation:
     def prompt_logprobs(self, choice: Choice) -> Placeholder | None:
         """Encode the log probabilities of a choice's prompt. Return their placeholder in the response.
 
-        Returns None if the response must not contain them. Call it in the order in which the response has the fields.
+        Returns None if the response must not contain them. Call this method and :meth:`token_ids` in the order of the
+        response's fields, as :meth:`JSONParts.add` requires.
         """
         if not self.shows_prompt_logprobs or choice.prompt_logprobs is None:
             return None
@@ -320,13 +331,16 @@ class Generation:
     def token_ids(self, ids: list[int]) -> Placeholder | None:
         """Encode the token ids of a prompt or an output. Return their placeholder in the response.
 
-        Returns None if the response must not contain them. Call it in the order in which the response has the fields.
+        Returns None if the response must not contain them. For the order of calls, see :meth:`prompt_logprobs`.
         """
         return self.parts.add(to_json(ids)) if self.shows_token_ids else None
 
 
 def failure(engine: AsyncEngine, output: RequestOutput, timed_out: float | None) -> APIError:
     """Return the error for the client of a request that the engine did not finish.
+
+    Its status is 503 if the engine has stopped or the request was aborted, 504 after a time limit, 400 if the request
+    caused the error, and otherwise 500.
 
     Args:
         output: last output of the request.
@@ -344,6 +358,7 @@ def failure(engine: AsyncEngine, output: RequestOutput, timed_out: float | None)
 
 
 def _hide_output(output: RequestOutput) -> None:
+    """Remove the generated token from the output of an echo-only request, and set its finish reason to ``length``."""
     output.text, output.token_ids, output.token_ends, output.num_output_tokens = "", [], [], 0
     output.text_logprobs = None if output.text_logprobs is None else []
     output.finish_reason, output.stop_reason = "length", None
@@ -359,7 +374,10 @@ def finish_reason(output: RequestOutput) -> FinishReason | None:
 
 
 async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[_Batch, None]:
-    """Merge the outputs of all streams as they arrive. Closing this generator closes every stream."""
+    """Merge the outputs of all streams as they arrive.
+
+    The first exception of a stream is raised here. Closing this generator closes every stream.
+    """
     if len(streams) == 1:  # avoids a task switch for each token
         async with aclosing(streams[0]) as stream:
             async for output in stream:

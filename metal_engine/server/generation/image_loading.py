@@ -25,13 +25,13 @@ async def load_images(
     """Return the images of a request, in order.
 
     Args:
-        weight: weight of work on the request's body.
-        max_tokens: maximum number of tokens of all images, as in :meth:`ImagePreparer.decode`; None for the context
-            length.
+        weight: kind of threads for work in this process, from the size of the request's body (:meth:`Weight.of`).
+        max_tokens: maximum number of tokens of all images. None for the context length. 0 if only the numbers of tokens
+            are needed, as in :meth:`ImagePreparer.decode`.
 
     Raises:
-        APIError: status 400 if the model takes no images or an image cannot be used, with the place of the image. 503
-            if too many requests wait.
+        APIError: status 400 if the model takes no images or an image cannot be used. Its message begins with the path
+            of the image in the body. Status 503 if too many requests load images, or their images take too much memory.
     """
     if not sources:
         return []
@@ -49,7 +49,10 @@ async def load_images(
 async def with_image_tokens(
     served: ServedModel, sources: Sequence[ImageSource], weight: Weight, token_ids: list[int]
 ) -> list[int]:
-    """Return the token ids of a prompt with the tokens of its images. Raises as :func:`load_images`."""
+    """Return the prompt ``token_ids``, with each placeholder replaced by the tokens of its image.
+
+    Raises as :func:`load_images`, and also APIError, a 400, if the number of placeholders is wrong.
+    """
     if not sources:
         return token_ids
     images = await load_images(served, sources, weight, max_tokens=0)
@@ -70,7 +73,8 @@ def _image_preparer(served: ServedModel, sources: Sequence[ImageSource]) -> Imag
 def _errors_as_api_errors(sources: Sequence[ImageSource]) -> Iterator[None]:
     """Within this context, convert errors of loading and inserting images to an APIError.
 
-    It has the place of the image for ImageError, status 400 for PromptError, and status 503 for OverloadedError.
+    ImageError becomes status 400, with the path of the image in the body. PromptError becomes status 400 about
+    ``messages``. OverloadedError becomes status 503.
     """
     try:
         yield

@@ -31,9 +31,9 @@ _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 
 
 def num_entries(num_tokens: int, num_top: int | None) -> int:
-    """Return the number of log probabilities for ``num_tokens`` tokens with ``num_top`` alternatives each.
+    """Return the number of log probabilities of ``num_tokens`` tokens, each with ``num_top`` alternatives.
 
-    ``num_top`` is None for no log probabilities.
+    Each token's own log probability counts, too. The result is 0 if ``num_top`` is None.
     """
     return 0 if num_top is None else num_tokens * (num_top + 1)
 
@@ -66,8 +66,9 @@ def completion_logprobs(
 
     Args:
         offsets: start of each token's text, in characters.
-        first_token_id: token id for an entry that is None, such as the first token of a prompt.
-        spells_ids: True to name tokens by their ids.
+        first_token_id: token id for an entry of ``tokens`` that is None. The entry of a prompt's first token is None,
+            because this token has no log probability.
+        spells_ids: True to write each token as its id, e.g. ``token_id:42``, instead of its text.
     """
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
     for token in tokens:
@@ -127,8 +128,9 @@ def chat_logprobs_json(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], *,
 
 
 def prompt_logprobs_json(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs | None]) -> bytes:
-    """Encode vLLM's ``prompt_logprobs`` as JSON: for each token, its own entry and the alternatives, keyed by token
-    id.
+    """Encode vLLM's ``prompt_logprobs`` as JSON: a list with an object for each token, or null for the first token.
+
+    The keys of an object are token ids: the token itself, and the alternatives.
     """
     return array(
         _PROMPT_LOGPROBS.dump_json([None if token is None else _by_id(tokenizer, token) for token in tokens[part]])
@@ -137,7 +139,7 @@ def prompt_logprobs_json(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs | 
 
 
 def _slices(tokens: Sequence[TokenLogprobs | None]) -> Iterator[slice]:
-    """Return the slices of ``tokens`` that are encoded in one call each."""
+    """Return slices that cover ``tokens``. Each has at most ``_ENTRIES_AT_ONCE`` log probabilities."""
     num_top = max((len(token.top) for token in tokens[:2] if token is not None), default=0)
     step = max(_ENTRIES_AT_ONCE // (num_top + 1), 1)
     return (slice(start, start + step) for start in range(0, len(tokens), step))

@@ -39,7 +39,12 @@ def served_model(
     parameters: ParameterPolicy,
     warnings: UniqueWarnings | None = None,
 ) -> ServedModel:
-    """Return a loaded model with the settings for serving it. ``names`` has the format of :func:`create_app`."""
+    """Return a loaded model with the settings for serving it.
+
+    Args:
+        names: names of the model in the API, in the format of :func:`metal_engine.server.app.create_app`.
+        warnings: log of warnings about requests to the model; None for a new one.
+    """
     own_names = tuple(name for name in names if name != ANY_NAME) or (engine.config.model.name,)
     return ServedModel(
         engine,
@@ -85,25 +90,28 @@ class ModelProvider(ABC):
     @property
     @abstractmethod
     def error(self) -> BaseException | None:
-        """Error that stopped the server from serving requests; None while it works."""
+        """Error with which the engine of the only model has ended for good; None while it works.
+
+        Always None with several models.
+        """
 
     @property
     @abstractmethod
     def is_restarting(self) -> bool:
-        """True while the engine of the only model is being replaced after its end. Requests wait meanwhile.
+        """True if the engine of the only model has ended and a new engine is being started. Requests wait meanwhile.
 
         Always False with several models. Valid only while :attr:`error` is None.
         """
 
     @abstractmethod
     def check(self, model: str | None) -> None:
-        """Raise APIError, a 404, if no model has this name."""
+        """Raise APIError, a 404, if no model or LoRA adapter has this name. None names the first model."""
 
     @abstractmethod
     def is_ready(self, model: str | None) -> bool:
-        """Return True if :meth:`use` would return the model at once. False after a failed load, too.
+        """Return True if :meth:`use` would return the model at once. After a failed load, the result is False.
 
-        Raises as :meth:`check`, and APIError, a 503, if too many requests wait for the model already.
+        Raises as :meth:`check`. Also raises APIError, a 503, if too many requests wait for the model already.
         """
 
     @abstractmethod
@@ -120,15 +128,16 @@ class ModelProvider(ABC):
         If the name is a LoRA adapter's, return its model with the adapter.
 
         Raises:
-            APIError: no model has that name, too many requests wait for the load, or the load fails or takes too long.
+            APIError: status 404 if no model has that name. 503 if too many requests wait for the load, or it is
+                cancelled. 504 if it takes too long. 400 if the model is too large, and 500 for any other failed load.
         """
 
     @contextmanager
     def detached(self, request: Request, model: str | None) -> Iterator[Request]:
         """Yield a copy of ``request`` for work that may continue after the response was sent.
 
-        Models that the work uses through the copy stay loaded until the context ends. With several models, an unknown
-        name raises as :meth:`check`.
+        Models that the work uses through the copy stay loaded until the context ends. With several models, this method
+        raises as :meth:`check` for an unknown name. With one model, it does not check the name.
 
         Args:
             model: name of the model that the request uses.
@@ -252,7 +261,7 @@ class MultiModel(ModelProvider):
         return False
 
     def served(self, entry: ModelEntry) -> ServedModel | None:
-        """Return the model; None if it is not loaded."""
+        """Return the model of an entry; None if it is not loaded."""
         return None if entry.loaded_engine is None else self._of(entry, entry.loaded_engine)
 
     def find_loaded(self, model: str | None) -> ServedModel | None:
@@ -272,7 +281,7 @@ class MultiModel(ModelProvider):
         return self._of(entry, loaded)
 
     async def load(self, entry: ModelEntry) -> None:
-        """Load a model, subject to the limits on waiting requests and time. Raises as :meth:`use`."""
+        """Load a model without using it, within the limits on waiting requests and time. Raises as :meth:`use`."""
         self.is_ready(entry.name)
         async with self._in_time(entry, "loaded"):
             await self.registry.load(entry)
@@ -287,6 +296,11 @@ class MultiModel(ModelProvider):
 
     @asynccontextmanager
     async def _in_time(self, entry: ModelEntry, done: str) -> AsyncIterator[None]:
+        """Within this context, convert errors of loading, and raise APIError, a 504, after ``--request-timeout``.
+
+        Args:
+            done: participle for the message: ``loaded`` or ``unloaded``.
+        """
         seconds = self._args.request_timeout
         try:
             with load_errors_as_api_errors():
@@ -340,7 +354,11 @@ class MultiModel(ModelProvider):
 
 @contextmanager
 def load_errors_as_api_errors() -> Iterator[None]:
-    """Within this context, convert errors of loading a model to an APIError."""
+    """Within this context, convert errors of loading a model to an APIError.
+
+    A model that is too large gives status 400. A cancelled load or a shutdown gives 503. Any other failed load gives
+    500.
+    """
     try:
         yield
     except ModelTooLargeError as error:

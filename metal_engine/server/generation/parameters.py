@@ -67,7 +67,8 @@ class ParameterPolicy:
         strict: True to reject unknown parameters.
 
     Attributes:
-        num_unknown: number of requests with each unknown parameter, by name. Names beyond a limit are counted together.
+        num_unknown: number of requests with each unknown parameter, by the first 100 characters of its name. After
+            ``_MAX_NAMES`` names, new names are counted together under ``(others)``.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
@@ -79,7 +80,8 @@ class ParameterPolicy:
         """Check every parameter that is not implemented, and count the unknown parameters. Log each new name once.
 
         Raises:
-            APIError: status 400, as :func:`unknown_parameters`, or in strict mode for an unknown parameter.
+            APIError: status 400, for the reasons in :func:`unknown_parameters`, and in strict mode for an unknown
+                parameter.
         """
         unknown = unknown_parameters(body)
         if unknown and self._strict:
@@ -102,8 +104,8 @@ def unknown_parameters(body: RequestModel) -> list[str]:
     """Return the names of unknown parameters.
 
     Raises:
-        APIError: status 400, naming a known parameter that is not supported and would change the output, or
-            ``stream_options`` of a request that does not stream.
+        APIError: status 400. A known parameter is not supported and its value would change the output, or a request
+            without ``stream`` has ``stream_options``.
     """
     unknown: dict[str, None] = {}
     given = dict(body.model_extra or {})

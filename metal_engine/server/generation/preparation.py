@@ -65,7 +65,7 @@ class ServedModel:
         auto_tool_choice: setting ``--enable-auto-tool-choice``.
         tool_grammar: setting ``--tool-grammar``.
         any_name: True if the model also serves requests with any other name.
-        allowed_media_domains: hosts from which images may be downloaded.
+        allowed_media_domains: hosts from which images may be downloaded. If empty, nothing is downloaded.
         adapter: LoRA adapter that requests use; None to use the model alone.
         warnings: log of warnings about requests to the model.
     """
@@ -85,7 +85,11 @@ class ServedModel:
 
     @property
     def tokenizer_beyond_context(self) -> Tokenizer:
-        """Tokenizer for texts that may exceed the model's context length, up to a limit."""
+        """Tokenizer for texts that are only counted or truncated, and may therefore exceed the context length.
+
+        Its limit is four times the context length plus ``_MORE_TOKENS`` tokens, up to a cap. The cap is ``MAX_TOKENS``,
+        or the context length if that is larger.
+        """
         max_model_len = self.engine.config.scheduler.max_model_len
         max_tokens = min(4 * max_model_len + _MORE_TOKENS, max(max_model_len, MAX_TOKENS))
         return self.engine.tokenizer.limited(max_tokens, max_model_len)
@@ -100,7 +104,7 @@ class ServedModel:
         """Return this model for a request's ``model`` field, with the LoRA adapter that the field names, if any.
 
         Raises:
-            APIError: status 404, for an unknown name.
+            APIError: status 404, for an unknown name, unless :attr:`any_name` is True.
         """
         if model is None or model in self.names:
             return self
@@ -122,7 +126,7 @@ class Endpoint(ABC, Generic[BodyT]):
     stream_media_type = EVENT_STREAM
     """Media type of a stream. Only event streams get keep-alive comments."""
     num_earlier_characters = 0
-    """Number of characters in the prompt that are not from the request's body."""
+    """Number of characters in the prompt that are not from the request's body, but from stored earlier responses."""
 
     def image_sources(self, body: BodyT) -> list[ImageSource]:
         """Return the images of the prompt, in order. Raises APIError for a malformed image.
@@ -156,13 +160,15 @@ class Endpoint(ABC, Generic[BodyT]):
         return params
 
     def explained(self, error: ParameterError, compile_grammar: Callable[[SamplingParams], object]) -> ParameterError:
-        """Return an error that names the field at fault, if :meth:`adjust` has made the grammar that failed.
+        """Return a better error if a grammar that :meth:`adjust` made, e.g. from tools, does not compile.
 
-        For any other grammar, return ``error`` itself. Runs in a thread.
+        The better error names the field at fault. If :meth:`adjust` did not make the grammar, ``error`` is returned.
+        Runs in a thread.
 
         Args:
             error: error of compiling the grammar of the adjusted parameters.
-            compile_grammar: compiles the grammar of sampling parameters. Raises ParameterError on failure.
+            compile_grammar: function that compiles the grammar of given parameters, to find the field at fault. Raises
+                ParameterError on failure.
         """
         return error
 
@@ -183,7 +189,7 @@ class Endpoint(ABC, Generic[BodyT]):
 
     @abstractmethod
     def chunk(self, generation: Generation, choice_output: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
-        """Return the events of one output in a stream.
+        """Return the events of one output in a stream. Empty bytes if the output adds nothing.
 
         Args:
             first: True for the first output of its choice.
@@ -259,15 +265,16 @@ def _options(body: GenerationBody, predicted_token_ids: list[int]) -> RequestOpt
 
 
 class _Preparation(Generic[BodyT]):
-    """Work for a request in threads: :meth:`begin`, and with a grammar also :meth:`compile` and :meth:`finish`.
+    """Work that turns a request's body into prepared requests. Each step runs in a worker thread.
 
-    Each of these methods raises APIError if the request cannot be served.
+    Call :meth:`begin`. Then, if :attr:`needs_grammar` is True, call :meth:`compile` and :meth:`finish`. Each of these
+    methods raises APIError if the request cannot be served.
 
     Compiling is a separate step because many threads may compile, but only few threads may work on prompts.
 
     Attributes:
         needs_grammar: True if there is a grammar to compile. Valid after :meth:`begin`.
-        predicted_token_ids: predicted output of the client, if speculation is enabled. Valid after :meth:`begin`.
+        predicted_token_ids: predicted output of the client; empty without speculation. Valid after :meth:`begin`.
         requests: one prepared request for each prompt. Valid after the last step.
         echoes: texts of the prompts; None if the response does not repeat the prompts. Valid after the last step.
     """
@@ -291,7 +298,10 @@ class _Preparation(Generic[BodyT]):
 
     @contextmanager
     def _errors_as_api_errors(self) -> Iterator[None]:
-        """Within this context, convert errors to an APIError that uses the body's name of the field at fault."""
+        """Within this context, convert errors to an APIError that uses the body's name of the field at fault.
+
+        Converts ParameterError, OverloadedError, ContextLengthError and PromptError.
+        """
         body = self._body
         try:
             yield
@@ -347,7 +357,7 @@ class _Preparation(Generic[BodyT]):
         self._prompts, self._inserted = [whole], [inserted]
 
     def compile(self) -> None:
-        """Compile the grammar."""
+        """Compile the grammar, which may take seconds. An error names the faulty part of the grammar."""
         compile_grammar = self._served.engine.preparer.rules_for
         with self._errors_as_api_errors():
             try:
@@ -357,7 +367,7 @@ class _Preparation(Generic[BodyT]):
                 raise with_place(explained, self._params.structured_outputs, compile_grammar) from error
 
     def finish(self) -> None:
-        """Create the prepared requests."""
+        """Check the limits on all sequences together. Set :attr:`requests` and :attr:`echoes`."""
         body, params, engine = self._body, self._params, self._served.engine
         with self._errors_as_api_errors():
             salt, adapter = body.cache_salt or "", self._served.adapter

@@ -13,7 +13,7 @@ class QueueLimit:
     """Limits on requests that wait for the engine. Must be used in the event loop's thread.
 
     Attributes:
-        max_requests: maximum number of waiting requests; 0 for no limit.
+        max_requests: maximum number of waiting sequences (:attr:`AsyncEngine.num_queued`); 0 for no limit.
         max_tokens: maximum number of prompt tokens of all requests that have no output yet; 0 for no limit.
         request_timeout: maximum duration of a request in seconds; 0 for no limit.
     """
@@ -24,7 +24,11 @@ class QueueLimit:
     request_timeout: float
 
     def check(self, num_prompt_tokens: int) -> None:
-        """Raise APIError, a 503 with ``Retry-After``, if a request with ``num_prompt_tokens`` tokens may not wait."""
+        """Raise APIError, a 503 with ``Retry-After``, if a limit forbids one more request.
+
+        Args:
+            num_prompt_tokens: prompt tokens of all sequences of the request; 0 if they are not known yet.
+        """
         num_queued = self.engine.num_queued
         if self.max_requests and num_queued >= self.max_requests:
             raise overloaded(f"{num_queued} requests are waiting (--max-num-queued-reqs)")
@@ -34,7 +38,7 @@ class QueueLimit:
             raise overloaded(f"{queued} prompt tokens are waiting (setting max-num-queued-tokens)")
 
     def admit(self, prompt_lens: list[int]) -> Reservation:
-        """Reserve queue places for sequences with these prompt lengths. Checks of later requests count these places.
+        """Reserve queue places for sequences with these prompt lengths in tokens. Later checks count these places.
 
         Raises as :meth:`check`.
         """

@@ -37,7 +37,7 @@ class PreparationErrors:
 
     Attributes:
         encode: function that encodes an error as an event.
-        renamed: map from a field of the body to the client's name of that field.
+        renamed: map from a field of the body to the client's name of that field, for :func:`renaming`.
     """
 
     encode: Callable[[APIError], bytes]
@@ -71,8 +71,8 @@ class ResponseRunner:
     ) -> Response:
         """Return the response to a request.
 
-        A stream whose model is not loaded begins at once. While the model is being loaded, the stream has comments that
-        say so. Later errors then become events. All other responses begin after the request is validated.
+        If a stream's model is not loaded, the stream begins at once. It gets a comment every two seconds until the model
+        is loaded. A later error becomes an event. All other responses begin after the request is validated.
 
         Args:
             endpoint_class: class of the endpoint.

@@ -45,8 +45,8 @@ def with_place(
 ) -> ParameterError:
     """Return ``error`` with the place of the innermost part of the JSON schema that cannot be compiled.
 
-    The search compiles parts of the schema for up to ``_MAX_SECONDS``. The result is ``error`` itself unless the
-    compiler has refused a JSON schema within its limits.
+    The search compiles parts of the schema for up to ``_MAX_SECONDS``. It needs a JSON schema that the compiler has
+    refused. If the structured output is another grammar, or compilation exceeded a limit, ``error`` is returned.
 
     Args:
         error: error of compiling the structured output.

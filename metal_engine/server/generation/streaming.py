@@ -38,7 +38,7 @@ class ChunkTemplate:
     """Event that is sent once for each token. Everything except the text is serialized in advance.
 
     Args:
-        event: event with :attr:`TEXT` as the placeholder of the text.
+        event: event that has the placeholder :attr:`TEXT` in place of the text, once.
     """
 
     TEXT = "\u241f text \u241f"  # does not occur elsewhere in the event

@@ -119,7 +119,7 @@ def piece_data(tables: dict[int, list[BlockRun]], cached: list[BlockRun], is_who
     Args:
         tables: block tables by request key.
         cached: runs of cached blocks.
-        is_whole: True if the pool is completely described once the viewer has this part.
+        is_whole: True if this is the last part, and all parts together describe the complete pool.
     """
     return {"tables": [[key, 1, runs] for key, runs in tables.items()], "cached": cached, "whole": is_whole}
 

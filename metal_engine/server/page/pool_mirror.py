@@ -38,8 +38,8 @@ class PoolMirror:
         num_blocks: number of blocks in the pool.
 
     Attributes:
-        requests: running and preempted requests by key.
-        tables: block tables by request key.
+        requests: running and preempted requests by :attr:`SeenRequest.key`.
+        tables: block table of each request as runs of block ids, by the request's key.
         is_whole: True if the frames so far describe the complete pool.
     """
 

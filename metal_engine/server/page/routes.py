@@ -25,6 +25,11 @@ _MAX_SECONDS = 86_400.0
 
 
 def add_page(app: FastAPI, models: ModelProvider, lifecycle: Lifecycle, keep_alive: float) -> None:
+    """Add the page at ``/``, its files below ``/page/``, and ``/watch``. The end of ``lifecycle`` ends the streams.
+
+    Args:
+        keep_alive: seconds without events after which a stream gets a comment; 0 for no comments.
+    """
     files = load_files()
     viewer_registry = app.state.viewer_registry = ViewerRegistry(models)
     lifecycle.at_end.append(viewer_registry.close)

@@ -41,7 +41,7 @@ class Viewer:
     def put(self, data: bytes) -> None:
         """Append an event. If the queue is full, drop all events and request a new snapshot.
 
-        Drops the event if the viewer needs a snapshot: the snapshot will contain the change.
+        If :attr:`must_begin` is True, the event is dropped, because the coming snapshot includes its change.
         """
         if not self.must_begin:
             self._unread.append(data)
@@ -71,7 +71,7 @@ class Viewer:
 
 
 class Viewers:
-    """Distributes a model's frames to its viewers. Watches the engine only while there are viewers.
+    """Distributes a model's frames to its viewers. The engine creates frames only while there are viewers.
 
     Must be used in the event loop's thread.
 
@@ -104,8 +104,8 @@ class Viewers:
     async def events(self, seconds: float | None = None) -> AsyncGenerator[bytes, None]:
         """Add a viewer and yield its events: a snapshot, then frames.
 
-        Ends after ``seconds``, if given, or after :meth:`close`. If there are too many viewers, the only event is an
-        error.
+        Ends after ``seconds``, if given, or after :meth:`close`. If there are ``MAX_VIEWERS`` already, the only event
+        is an error.
         """
         try:
             self.check_capacity()
@@ -205,7 +205,7 @@ class ViewerRegistry:
         return self._viewers[served.engine]
 
     def close(self) -> None:
-        """End all streams, for good."""
+        """End all streams. Streams of models without viewers so far are rejected from now on."""
         self._is_closed = True
         for viewers in self._viewers.values():
             viewers.close()
