@@ -76,7 +76,7 @@ class Rejected(Exception):
 
 
 class BenchClient:
-    """Sends requests to one server. An async context manager."""
+    """Sends requests to one server. Use it as an async context manager: sending needs its session."""
 
     def __init__(self, args: BenchServeArgs, model: str) -> None:
         self._args = args
@@ -91,7 +91,7 @@ class BenchClient:
         await self._session.close()
 
     async def send(self, request: BenchRequest) -> RequestRecord:
-        """Send one request and wait for its end. Failures are recorded, not raised."""
+        """Send one request, wait for its end, and return its record. A failure is recorded in ``error``, not raised."""
         record = RequestRecord(asked_len=request.output_len)
         record.started = time.perf_counter()
         try:

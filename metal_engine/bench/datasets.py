@@ -52,10 +52,11 @@ def make_requests(args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], Pr
     """Return the requests that ``args`` describe. The same seed gives the same requests.
 
     Args:
-        load_tokenizer: function that loads the tokenizer. Called if lengths have to be counted.
+        load_tokenizer: function that loads the tokenizer. Not called for the dataset ``custom``.
 
     Raises:
-        ConfigError: the file cannot be used, or an instruction is longer than a prompt.
+        ConfigError: the file cannot be used, or has fewer usable prompts than ``--num-prompts``. Or the instruction of
+            the dataset ``sonnet`` is longer than ``--input-len``.
     """
     if args.dataset_name in ("sharegpt", "custom"):
         return _from_file(args, seed, load_tokenizer)
@@ -98,9 +99,9 @@ def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) 
 def random_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int, prefix: str = "") -> str:
     """Return a text that begins with ``prefix`` and has exactly ``length`` tokens, if the vocabulary allows it.
 
-    Random tokens often change when they are decoded and encoded. Therefore, words are drawn: tokens that consist of a
-    space and letters. Their text usually splits into the same tokens. Merges across words are corrected by removing
-    letters or adding words.
+    The rest of the text consists of random words, which are tokens of a space and letters. Random tokens of all kinds
+    would often change when they are decoded and encoded. If the tokenizer merges words, letters are removed or words
+    are added.
     """
     words = _words(tokenizer)
     text = prefix
@@ -191,8 +192,10 @@ def _custom(path: Path, args: WorkloadArgs, load_tokenizer: Callable[[], PromptT
 
 
 def _sharegpt(path: Path, args: WorkloadArgs, load_tokenizer: Callable[[], PromptTokenizer]) -> Iterator[BenchRequest]:
-    """Yield the first turn of each conversation: the human's text as the prompt, and the answer's length as output
-    length.
+    """Yield a request for each conversation: its first text is the prompt, and the length of its second text in tokens
+    is the output length.
+
+    Conversations with very short or long texts are left out.
     """
     tokenizer = load_tokenizer()
     for one in _objects(path):

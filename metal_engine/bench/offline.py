@@ -124,7 +124,7 @@ def run_requests(
     Args:
         prompts: token ids of each prompt.
         output_lens: number of output tokens of each request.
-        on_finished: callback at the end of each request.
+        on_finished: function to call at the end of each request.
 
     Raises:
         RuntimeError: a request failed.
@@ -151,10 +151,13 @@ def run_requests(
 
 
 def _run(engine: BuiltEngine, requests: Sequence[BenchRequest], *, show: bool) -> tuple[OfflineRun, int]:
-    """Run requests to their ends. Return the result, and the number of prompt tokens.
+    """Run requests to their ends. Return the result, and the number of prompt tokens of all requests.
+
+    Args:
+        show: True to show the progress.
 
     Raises:
-        RuntimeError: a request failed.
+        RuntimeError: a request failed, or a wrong number of tokens was generated.
     """
     prompts = [engine.preparer.tokenizer.encode(request.prompt) for request in requests]
     with Progress(disable=not show, transient=True) as progress:

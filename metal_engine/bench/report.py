@@ -17,7 +17,7 @@ WIDTH = 58
 
 
 def table(summary: Summary) -> str:
-    """Format a summary like vLLM's benchmark. Figures about generated tokens are left out if there are no tokens."""
+    """Format a summary like vLLM's benchmark. Without generated tokens (embeddings), their figures are left out."""
     embeds = bool(summary.num_ok) and not summary.output_tokens
     figures: list[tuple[str, float | str | None]] = [
         ("Successful requests:", summary.num_ok),

@@ -184,7 +184,7 @@ def _progress(wanted: bool) -> Progress:
 
 
 def run_json(args: BenchServeArgs, model: str, summary: Summary, records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Return all data of the run: settings, summary, and every request."""
+    """Return all data of the run for a JSON file: settings without the API key, summary, and every request."""
     settings = {k: v for k, v in asdict(args).items() if k != "api_key"}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -74,11 +74,11 @@ def parse_counts(text: str) -> SpecDecodeCounts | None:
 
 
 def parse_kv_cache_dtype(text: str, model: str) -> str | None:
-    """Return the type of the KV cache, such as ``int8``, of the named model or the only model; None if not reported.
+    """Return the type of the KV cache, such as ``int8``; None if the metrics do not have it.
 
     Args:
         text: metrics in Prometheus format.
-        model: name of the requested model, for a server with several models.
+        model: name of the requested model. If the metrics have only one model, its name may differ.
     """
     found = [dict(_LABEL.findall(labels)) for labels in _INFO.findall(text)]
     named = [labels for labels in found if labels.get("model_name") == model]

@@ -17,7 +17,7 @@ MILLISECONDS = 1e3
 
 @dataclass(frozen=True)
 class Distribution:
-    """Distribution of times in milliseconds. The keys of ``percentiles`` are percentiles: 99.0 -> P99."""
+    """Distribution of times in milliseconds. ``percentiles`` maps a percentile, e.g. 99.0, to its value."""
 
     mean: float
     median: float
@@ -38,7 +38,11 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a run. Throughputs are per second of ``duration``, which ends with the last text of any request."""
+    """Summary of a run. Throughputs are per second of ``duration``.
+
+    ``duration`` is the time in seconds from sending the first request to the last text of a successful request. Tokens
+    and times are those of successful requests.
+    """
 
     num_ok: int
     num_failed: int
@@ -61,6 +65,7 @@ class Summary:
     image_tokens: int = 0  # number of image tokens among the input tokens
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields for a JSON file. Times have names such as ``p99_ttft_ms``. NaN becomes None."""
         result = asdict(self)
         for name in ("ttft", "tpot", "itl", "e2el"):
             distribution = result.pop(name)
@@ -85,7 +90,9 @@ def summarize(
     Only ``num_failed``, ``peak_concurrency`` and the start of ``duration`` take failed requests into account.
 
     Args:
-        goodput: maximum of ``ttft``, ``tpot`` or ``e2el`` for a good request, in milliseconds.
+        percentiles: percentiles of each distribution, from 0 to 100.
+        goodput: map from ``ttft``, ``tpot`` or ``e2el`` to its maximum in milliseconds for a good request. If it is
+            None or empty, the summary has no goodput.
         server_peak_bytes: peak memory of the server in bytes; None if unknown.
         speculation: the server's counts of speculation during the run; None if the server does not report them.
         kv_cache_dtype: type in which the server stores keys and values; None if unknown.
@@ -126,9 +133,9 @@ def _is_good(record: RequestRecord, limits: Mapping[str, float]) -> bool:
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """Return the maximum number of requests in flight.
+    """Return the maximum number of requests in flight at once.
 
-    The end of a request counts before the simultaneous start of another.
+    If a request ends at the time when another starts, the two do not overlap.
     """
     changes = sorted([(r.started, 1) for r in records] + [(r.ended, -1) for r in records])
     return int(np.cumsum([change for _, change in changes]).max()) if changes else 0

@@ -50,8 +50,8 @@ def create_app(
     """Create the application for a started engine. The caller must shut the engine down.
 
     Args:
-        names: names of the model in the API. Responses contain the first one. ``*`` accepts any other name. If ``*`` is
-            the only entry, responses contain the model's own name.
+        names: names of the model in the API. Responses contain the first name. With the entry ``*``, the model also
+            serves requests with any other name. If ``*`` is the only entry, responses contain the model's own name.
         args: settings of the server; None for the defaults.
         answer_format: format in which the model writes tool calls and reasoning. Without it, outputs are plain text.
 

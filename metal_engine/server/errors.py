@@ -34,11 +34,11 @@ class APIError(HTTPException):
     Args:
         status: HTTP status.
         message: description of the problem.
-        where: start of the message: ``param`` and the place in it, as in ``messages[0].role``.
+        where: path of the value at fault, e.g. ``messages[0].role``. It becomes the start of the message.
         param: request field at fault, if any. Default: the field at the start of ``where``.
-        code: machine-readable code of OpenAI, if there is one for this error.
+        code: machine-readable code, e.g. ``context_length_exceeded``: OpenAI's, or this server's own.
         headers: additional response headers.
-        context: sizes of a request that exceeds the model's context length; None for another problem.
+        context: error with the sizes of a request that exceeds the model's context length; None for another problem.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     """Within this context, replace the field at fault in each APIError by the client's name of that field.
 
     Args:
-        names: map from a field of the converted body to the field of the client's body. Keys may also be places within
-            such a field, such as ``response_format.json_schema``, and are then replaced only in the message.
+        names: map from a field of the converted body to the field of the client's body. A key may also be a path within
+            a field, such as ``response_format.json_schema``. A path is replaced only in the message.
     """
     try:
         yield
@@ -152,7 +152,7 @@ def unavailable(
 
 
 def shutting_down() -> APIError:
-    """Return an error with status 503 for a request that arrives during shutdown, or is still queued when it begins."""
+    """Return an error with status 503 for a request that arrives during shutdown, or is queued when shutdown begins."""
     return unavailable("the server is shutting down", code=SHUTTING_DOWN, closes=True)
 
 
@@ -162,7 +162,10 @@ def engine_dead(error: BaseException) -> APIError:
 
 
 def to_api_error(error: Exception) -> APIError:
-    """Convert an exception raised while a request was served to an error for its client."""
+    """Convert an exception raised while a request was served to an error for its client.
+
+    An exception of an unexpected type becomes status 500 without the exception's text.
+    """
     if isinstance(error, APIError):
         return error
     if isinstance(error, HTTPException):
@@ -246,7 +249,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def validated(model: type[ModelT], value: Any) -> ModelT:
-    """Validate a body that FastAPI does not validate: a large body, or one converted from another API's format.
+    """Validate a body that FastAPI does not validate: a large body, or a body converted from another API's format.
 
     Raises:
         APIError: status 400, naming the field at fault.

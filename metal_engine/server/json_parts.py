@@ -22,16 +22,19 @@ class JSONParts:
         self._parts: list[tuple[bytes, bytes]] = []
 
     def add(self, json: bytes) -> Placeholder:
-        """Store a part and return its placeholder for the response.
+        """Store a part, which is a JSON value. Return its placeholder for the response.
 
-        Add the parts in the response's order.
+        Call it in the order in which the placeholders occur in the response's JSON.
         """
         placeholder = Placeholder(placeholder=f"{self._nonce}-{len(self._parts)}")
         self._parts.append((placeholder.model_dump_json().encode(), json))
         return placeholder
 
     def encode(self, answer: BaseModel) -> bytes:
-        """Return the response as JSON, with each placeholder replaced by its part."""
+        """Return the response as JSON, with each placeholder replaced by its part.
+
+        ``answer`` must contain every placeholder once, in the order of :meth:`add`.
+        """
         rest = answer.model_dump_json().encode()
         pieces: list[bytes] = []
         for place, json in self._parts:

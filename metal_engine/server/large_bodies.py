@@ -70,13 +70,13 @@ class TooComplexError(ValueError):
 
 
 class ContentLimits:
-    """Limits on the content of all JSON texts of one body together."""
+    """Counts of values in all JSON texts of one body together, with a limit on each count."""
 
     def __init__(self) -> None:
         self._num_containers = self._num_members = self._num_strings = self._num_values = 0
 
     def check(self, text: bytes) -> None:
-        """Count the content of a JSON text in UTF-8. An invalid text is counted up to its first error, or beyond.
+        """Count the containers, members, strings and values of a JSON text in UTF-8. The text may be invalid JSON.
 
         Raises:
             TooComplexError: the texts together exceed a limit.
@@ -116,9 +116,13 @@ class ContentLimits:
 def loads(body: bytes, **options: Any) -> Any:
     """Parse a body like :func:`json.loads`. Call it in a thread for more than ``ALWAYS_SMALL_BYTES``.
 
+    Args:
+        options: keyword arguments for :func:`json.loads`.
+
     Raises:
-        TooComplexError: the body exceeds one of this module's limits.
+        TooComplexError: the body exceeds one of this module's limits. Bodies of up to ``ALWAYS_SMALL_BYTES`` have none.
         UnicodeError: the body has text that is not valid Unicode.
+        ValueError, RecursionError: as :func:`json.loads`.
     """
     encoding = json.detect_encoding(body)
     if not encoding.startswith("utf-8"):
@@ -157,6 +161,7 @@ def dumps(value: Any) -> str:
 
 
 def _in_pieces(value: Any, validate: Any) -> Any:
+    """Validate a long list in pieces, so that other threads can run between the calls into pydantic."""
     if not isinstance(value, list) or len(value) <= _ELEMENTS_AT_ONCE:
         return validate(value)
     validated: list[Any] = []

@@ -26,9 +26,12 @@ class Lifecycle:
 
     Attributes:
         num_active: number of POST requests whose response is incomplete.
-        num_begun: number of POST requests so far.
+        num_begun: number of accepted POST requests so far.
         draining: True once the server rejects new POST requests.
         cut: True once all requests have been aborted.
+        at_drain: functions to call when the server begins to drain. They end work that no client waits for.
+        at_end: functions to call when the server is about to end. They end streams of other requests than POST. They
+            may be called several times.
     """
 
     def __init__(self, cut_requests: Callable[[str], None], workers: Workers) -> None:
@@ -39,15 +42,13 @@ class Lifecycle:
         self._idle.set()
         self.draining = False
         self.cut = False
-        # Functions to call when the server begins to drain. They end work that no client waits for.
         self.at_drain: list[Callable[[], None]] = []
-        # Functions to call when the server is about to end. They end streams that do not belong to a POST request.
         self.at_end: list[Callable[[], None]] = []
 
     async def drain(self, timeout: float) -> None:
         """Reject new POST requests, and wait for those in flight. After ``timeout`` seconds, abort the remaining ones.
 
-        Requests that wait for a grammar or for their images have not begun. The server drops them at once.
+        Requests that wait for a grammar or for their images have not reached the engine. They are rejected at once.
         """
         self.draining = True
         for end in self.at_drain:
@@ -63,7 +64,7 @@ class Lifecycle:
         self._end()
 
     async def cut_all(self) -> None:
-        """End every request with an error, and wait a moment until the errors are written."""
+        """End every request with an error. Wait up to ``_LAST_WRITES_SECONDS`` until the errors are written."""
         self.draining = self.cut = True
         self._cut_requests("the server is shutting down")
         self._end()

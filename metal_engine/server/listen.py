@@ -38,9 +38,9 @@ class Listener:
 
 @contextmanager
 def listen(args: ServerArgs) -> Iterator[Listener]:
-    """Bind the address in ``args``: ``--uds``, or ``--host`` and ``--port``.
+    """Within this context, the address in ``args`` is bound: ``--uds``, or ``--host`` and ``--port``.
 
-    At the end of the context, the socket is closed, and the file of a Unix socket is removed.
+    Yields the bound socket. At the end of the context, the socket is closed, and the file of a Unix socket is removed.
 
     Raises:
         ConfigError: the address is in use, forbidden or invalid, the certificate cannot be used, or the process may

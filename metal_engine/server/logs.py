@@ -14,7 +14,7 @@ current_request: ContextVar[dict[str, Any] | None] = ContextVar("current_request
 
 
 def add_log_fields(**fields: Any) -> None:
-    """Add fields to the log line that is written at the end of the current request."""
+    """Add fields to the log line that is written at the end of the current request. No effect outside a request."""
     request = current_request.get()
     if request is not None:
         request.update(fields)

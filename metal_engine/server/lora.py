@@ -34,7 +34,10 @@ class UnloadLoRABody(BaseModel):
 
 
 def add_lora_routes(app: FastAPI, served: ServedModel, lora_dir: Path) -> None:
-    """Add routes with which clients load and unload adapters from ``lora_dir``."""
+    """Add routes with which clients load adapters from folders below ``lora_dir``, and unload adapters.
+
+    Loads run one at a time. A load goes on if its client disconnects.
+    """
     one_at_a_time = asyncio.Lock()
 
     @app.post("/v1/load_lora_adapter", tags=["models"], response_class=PlainTextResponse)

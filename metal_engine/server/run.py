@@ -57,9 +57,9 @@ class Server(uvicorn.server.Server):
     """uvicorn server that drains on the first signal, stops at once on the second, and ends when its engine dies.
 
     Args:
-        prepare: work to do before the first connection is accepted. An exception from it ends the server.
+        prepare: coroutine function to await before the first connection is accepted. Its exception ends the server.
         shutdown_timeout: seconds that requests in flight may take to finish when the server stops.
-        death_grace: seconds for which the server still responds after its engine has died.
+        death_grace: seconds for which the server still responds with errors after its engine has died.
         log_stats_interval: seconds between log lines about the engine; 0 for no lines.
         on_ready: function to call once the server accepts connections.
         limits: limits on connections.
@@ -112,14 +112,16 @@ class Server(uvicorn.server.Server):
 
     @property
     def port(self) -> int:
-        """Port that the server listens on. Differs from the requested port if that was 0."""
+        """Port that the server listens on. If port 0 was requested, this is the port that the system chose."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     async def startup(self, sockets: Any = None) -> None:
         """Start to accept connections, up to a limit, and start the background tasks.
 
-        Replaces uvicorn's own method, which does not limit the number of connections. Raises ConfigError if another
-        process listens on the address by now, and the exceptions of ``prepare``.
+        Replaces uvicorn's own method, which does not limit the number of connections.
+
+        Raises ConfigError if another process has begun to listen on the address. Also raises the exceptions of
+        ``prepare``.
         """
         if self._prepare is not None:
             await self._prepare()
@@ -157,7 +159,7 @@ class Server(uvicorn.server.Server):
     # --- the end ---
 
     async def stop(self) -> None:
-        """Drain, then end the server."""
+        """Let requests in flight finish within the shutdown timeout, then end the server."""
         await self._lifecycle.drain(self._shutdown_timeout)
         self.should_exit = True
 
@@ -252,8 +254,8 @@ def run_server(
         Exit status for the process: 0, 1 if the engine died, or 128 + signal after a second signal.
 
     Raises:
-        ConfigError: another process has started to listen on the address, or as :func:`create_app`. The engine is not
-            shut down in the second case.
+        ConfigError: another process has begun to listen on the address, or :func:`create_app` failed. If
+            :func:`create_app` failed, the engine is not shut down.
     """
     app = create_app(engine, names, args, answer_format)
     models: ModelProvider = app.state.models
@@ -271,7 +273,8 @@ def run_registry(
 ) -> int:
     """Serve several models until a signal arrives, then shut them down.
 
-    Returns, raises and ends the process as :func:`run_server`. Also raises the exceptions of ``prepare``.
+    For the result, the errors and the end of the process, see :func:`run_server`. Also raises the exceptions of
+    ``prepare``.
 
     Args:
         prepare: coroutine function that loads the initial models before the first connection is accepted.

@@ -111,7 +111,9 @@ def _info(served: ServedModel) -> bytes:
 
 
 def _tokens(served: ServedModel, body: TokenizeBody) -> tuple[list[int], list[ImageSource]]:
-    """Return the token ids of a text or of a conversation without the tokens of its images, and the images' sources.
+    """Return the token ids of a text or a conversation, and the sources of its images.
+
+    The token ids have a placeholder in place of each image.
 
     Raises:
         APIError: status 400, for a request that cannot be tokenized.

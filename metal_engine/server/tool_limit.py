@@ -16,8 +16,8 @@ MAX_TOOL_CHARACTERS = 1 << 21
 def checked_tools(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return tools as a list. Raise APIError, a 400, if they have too many characters together.
 
-    Stops at the tool that exceeds the limit. Ten thousand tools at once would take long to free, and the garbage
-    collector would block all threads while it scans them.
+    Reads ``tools`` only up to the tool that exceeds the limit. Ten thousand tools at once would take long to free, and
+    the garbage collector would block all threads while it scans them.
     """
     checked = []
     left = MAX_TOOL_CHARACTERS

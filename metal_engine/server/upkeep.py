@@ -42,7 +42,8 @@ class FreedMemory:
     def is_due(self) -> bool:
         """Return True if memory is to be returned now: after large bodies, or if the server is idle after requests.
 
-        Counts one poll. After True, the caller must return the memory: the next result depends on later requests only.
+        Counts one poll. If the result is True, the caller must return the memory. Later results then depend on later
+        requests only.
         """
         self._polls_since += 1
         self._num_idle_polls = 0 if self._lifecycle.num_active else self._num_idle_polls + 1

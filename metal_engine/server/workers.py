@@ -51,7 +51,7 @@ class Workers:
     """Runs work in threads and drops work whose client has disconnected. Must be used in the event loop's thread.
 
     Attributes:
-        num_heavy: number of heavy pieces of work so far.
+        num_heavy: number of pieces of work with the weight ``HEAVY`` so far.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Workers:
 
     @property
     def is_heavy_in_flight(self) -> bool:
-        """True while heavy work runs or is queued."""
+        """True while work with the weight ``HEAVY`` runs or is queued."""
         return any(weight is Weight.HEAVY for weight, _ in self._in_flight.values())
 
     async def run(self, weight: Weight, work: Callable[..., T], *args: object) -> T:
@@ -76,7 +76,7 @@ class Workers:
         :func:`metal_engine.cancellation.is_cancelled` return True.
 
         Raises:
-            APIError: status 503, if work of this kind has been dropped (:meth:`drop`).
+            APIError: status 503, if :meth:`drop` has been called for this weight, before or while the work waits.
             Exception: the exception that ``work`` raises.
         """
         if weight in self._dropped:
@@ -102,7 +102,10 @@ class Workers:
 
     @contextmanager
     def loading_images(self) -> Iterator[None]:
-        """Count a request whose images are loaded within this context. Raises OverloadedError at the limit."""
+        """Within this context, count a request that loads images.
+
+        Raises OverloadedError if ``_MAX_LOADING`` other requests load images already.
+        """
         if self._num_loading >= _MAX_LOADING:
             raise OverloadedError(f"the images of {self._num_loading} other requests are being loaded")
         self._num_loading += 1
@@ -112,9 +115,9 @@ class Workers:
             self._num_loading -= 1
 
     def drop(self, weight: Weight) -> None:
-        """Cancel work of a kind and reject it from now on.
+        """Cancel all work with this weight, and reject new work with it.
 
-        The callers get the error that the server is shutting down.
+        The callers of :meth:`run` get an APIError with status 503: the server is shutting down.
         """
         self._dropped.add(weight)
         for disconnected, (kind, future) in list(self._in_flight.items()):
@@ -125,7 +128,7 @@ class Workers:
     async def run_if_large(self, num_bytes: int, work: Callable[..., T], *args: object) -> T:
         """Return ``work(*args)``. Run it in a thread if ``num_bytes`` exceeds ``ALWAYS_SMALL_BYTES``.
 
-        Work on fewer bytes takes at most 10 ms. Raises as :meth:`run`.
+        Otherwise, run it in the event loop, where it must take at most 10 ms. Raises as :meth:`run`.
         """
         return work(*args) if num_bytes <= ALWAYS_SMALL_BYTES else await self.run(Weight.of(num_bytes), work, *args)
 

@@ -1,6 +1,6 @@
 """Settings of the engine from the command line, the environment or a file, with one field for each setting.
 
-:mod:`metal_engine.settings.resolve` replaces "auto", and None where it means "auto", by a value.
+:mod:`metal_engine.settings.resolve` replaces the value "auto", and None if it means "auto", by the value to use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL, MEMORY, SCHEDULING, KV_TRANSFER = "Model", "Memory", "Scheduling", "KV tr
 class EngineArgs(LoRAArgs, rank_args.RankArgs):
     """Settings of the engine as the user gave them. A field's help text explains ``None``.
 
-    Field names are the command-line flags with underscores. Fields that vLLM also has mean the same there.
+    Field names are the command-line flags with underscores. A field that vLLM also has means the same as in vLLM.
     """
 
     model: str

@@ -106,7 +106,8 @@ class ModelInfo:
         num_layers: number of layers with a state, such as K and V.
         kv_bytes_per_token: size of K and V of a token over all layers, in bytes.
         kv_dtype: type in which K and V are stored, such as ``bfloat16`` or ``int8``.
-        unquantized_kv_bytes_per_token: size of K and V without quantization, in bytes; None if they are not quantized.
+        unquantized_kv_bytes_per_token: ``kv_bytes_per_token`` if K and V were not quantized; None if they are not
+            quantized.
         state_bytes_per_request: size of a request's recurrent states in bytes, independent of its length.
         has_index: True if a layer attends only to the keys that an index selects.
         own_caches_reason: reason why the requests of a step run one after another over mlx-lm's own caches; empty if
@@ -208,8 +209,8 @@ _MAX_ROWS_WITH_DRAFTS = 64
 class SchedulerConfig:
     """Limits of the scheduler. Token limits apply to a step, sequence limits to any point in time.
 
-    docs/tuning.md describes the fields after ``max_model_len``. With the defaults here, one prompt at a time may be
-    prefilled in parts, and attention work is not limited.
+    docs/tuning.md describes the fields after ``max_model_len``. With the defaults of this class, one prompt at a time
+    may be prefilled in parts, and attention work is not limited.
     """
 
     max_num_batched_tokens: int
@@ -237,7 +238,7 @@ class SchedulerConfig:
 
     @property
     def max_sample_rows(self) -> int:
-        """Maximum number of rows of a step that sample."""
+        """Maximum number of rows of a step that sample. A request samples in one row, and in one more for each draft."""
         if self.speculative is None:
             return self.max_num_seqs
         num_rows = self.max_num_seqs * (1 + self.speculative.num_speculative_tokens)
@@ -279,7 +280,8 @@ class AttentionLayers:
     Attributes:
         metal: number of layers whose attention our Metal kernel computes.
         portable: number of layers whose attention MLX's operations compute.
-        not_covered: reasons why some layers do not use the kernel; empty if the kernel was not requested.
+        not_covered: reasons why some layers do not use the kernel; empty if all layers use it, or if it was not
+            requested.
         tuning: description of the choices of attention tuning; empty without tuning.
         tuned: names of the choices that differ from the default.
         tensor_ops: state of Metal's tensor operations with the reason; empty if the GPU lacks them.
@@ -384,7 +386,7 @@ class EngineConfig:
 
     @property
     def attention(self) -> str:
-        """Description of the backend that computes attention."""
+        """Description of the backend that computes attention, e.g. ``metal; portable for 2 of 30 layers (REASON)``."""
         layers = self.attention_layers
         described = self.attention_backend
         if layers.not_covered:
@@ -401,6 +403,7 @@ class EngineConfig:
 
     @property
     def kv_bytes(self) -> int:
+        """Size of the blocks of the KV cache in bytes, with the padding blocks and the draft model's KV."""
         padding_bytes = self.cache.num_padding_blocks * self.cache.block_size * self.model.kv_bytes_per_token
         return self._request_kv_bytes + padding_bytes
 
@@ -435,7 +438,10 @@ class EngineConfig:
 
     @property
     def vision(self) -> VisionConfig | None:
-        """Processing of images, with the limit of a step on an image's tokens; None if images are refused."""
+        """The model's :class:`VisionConfig`; None if images are refused.
+
+        Its ``max_image_tokens`` is at most the number of an image's tokens that a step can process.
+        """
         vision, most = self.model.vision, self.scheduler.max_num_encoder_tokens
         if vision is not None and vision.bidirectional_layers:
             most = min(most, self.scheduler.room_for_image(self.cache.block_size))

@@ -129,7 +129,10 @@ class Setting:
 
 
 class SettingsBase:
-    """Base class of settings. Raises ConfigError if a value is not a valid choice or not within its field's bounds."""
+    """Base class of dataclasses with settings.
+
+    The constructor raises ConfigError if a value is not a valid choice, or not within its field's bounds.
+    """
 
     def __post_init__(self) -> None:
         for one in settings_of(type(self)):
@@ -206,6 +209,9 @@ def _multiplied(number: str, base: int, prefix: str) -> Fraction:
 def parse(setting: Setting, value: Any, source: str) -> Any:
     """Parse a value from text or from YAML.
 
+    Args:
+        source: origin of the value for the error message, such as the flag or the name of a variable.
+
     Raises:
         ConfigError: the value has another kind than the setting, or is not allowed. The error's ``flag`` is ``source``.
     """
@@ -224,9 +230,9 @@ def read_object(
     """Return the parsed values of a JSON object, by key.
 
     Args:
-        flag_: flag to name in errors.
-        where: description of the object for errors.
-        given: the JSON object.
+        flag_: ``flag`` of errors.
+        where: name of the object in messages.
+        given: parsed JSON. It should be an object.
         settings: allowed keys with the kinds of their values.
         required: keys that must be present.
 
@@ -250,9 +256,9 @@ def _got(setting: Setting, value: Any) -> str:
 
 
 def _scalar(make: Callable[[Any], Any], *types: type) -> Callable[[Any], Any]:
-    """Return a parser that passes values of ``types`` to ``make``. Raises TypeError for other values, and for booleans.
+    """Return a parser that passes values of ``types`` to ``make``. It raises TypeError for booleans and other types.
 
-    A setting is text in the environment and on the command line, and YAML converts it to other types.
+    A setting is text in the environment and on the command line. In a YAML file, it may have another type.
     """
 
     def read(value: Any) -> Any:

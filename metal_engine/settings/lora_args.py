@@ -98,7 +98,9 @@ class LoRAArgs(SettingsBase):
         return self.max_loras or max(len(self.lora_modules), _MAX_LORAS if self.enable_lora else 0)
 
     def largest_rank(self, ranks: list[int]) -> int:
-        """Return the rank that determines the memory of each adapter slot.
+        """Return the rank for which each adapter slot has memory: ``max_lora_rank``, or else its default.
+
+        The default is the largest of ``ranks``, and at least ``_MAX_LORA_RANK`` with ``enable_lora``.
 
         Args:
             ranks: ranks of the adapters in ``lora_modules``.

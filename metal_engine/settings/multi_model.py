@@ -81,7 +81,10 @@ def models_memory(args: EngineArgs, registry_args: RegistryArgs, device: DeviceI
 
 
 def refuse_for_one_model(args: EngineArgs) -> None:
-    """Raise ConfigError for settings that are supported only for a server with a single model."""
+    """Raise ConfigError for settings that a server with several models does not support.
+
+    These are several ranks, LoRA adapters, and speculation with a draft model or draft head.
+    """
     if args.num_ranks > 1:
         raise ConfigError(args.ranks_flag, "is for one model that stays loaded, not for models loaded on demand")
     if args.has_adapters:
@@ -96,7 +99,9 @@ def refuse_for_one_model(args: EngineArgs) -> None:
 
 
 def per_model_args(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> EngineArgs:
-    """Return the settings for one of several models. Unless the user set it, the KV cache gets a size in bytes.
+    """Return the settings for each of several models.
+
+    If the user set no size of the KV cache, it becomes an eighth of ``memory_bytes``, and at most 2 GiB on a CPU.
 
     Args:
         memory_bytes: memory for all models in bytes.

@@ -50,9 +50,9 @@ def requested_context_length(args: EngineArgs, model: ModelInfo) -> int:
 
 
 def affordable_states(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:
-    """Return the maximum number of concurrent requests for which there is memory for recurrent states, at least 1.
+    """Return how many concurrent requests' recurrent states fit into their share of the pool's memory, at least 1.
 
-    Return a number without practical limit if the model has no recurrent states.
+    The result is ``1 << 62`` if the model has no recurrent states.
     """
     if not model.state_bytes_per_request:
         return 1 << 62
@@ -155,14 +155,14 @@ def _pool_bytes(args: EngineArgs, model: ModelInfo, device: DeviceInfo, step_byt
 
 
 def _raise_flag(args: EngineArgs, device: DeviceInfo) -> str:
-    """Return the flags to change for a larger pool."""
+    """Return the text about the flags to change for a larger pool, which follows "raise" in messages."""
     if args.kv_cache_memory_bytes is not None or device.kind == "cpu":
         return "--kv-cache-memory-bytes"
     return "--gpu-memory-utilization, or lower --max-num-batched-tokens"
 
 
 def _available(args: EngineArgs, pool_bytes: int, model: ModelInfo, step_bytes: int) -> str:
-    """Describe how much memory there is for the KV cache, and why."""
+    """Return the part of a message that says how much memory there is for the KV cache, and why."""
     available = format_size(max(pool_bytes, 0))
     if args.kv_cache_memory_bytes is not None:
         return f"{available} are given"
@@ -182,5 +182,8 @@ def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> N
 
 
 def pool_flag(args: EngineArgs) -> str:
-    """Return the flag that sets the size of the KV cache."""
+    """Return the flag to name in messages about the size of the KV cache.
+
+    It is ``--num-gpu-blocks-override`` if the user set that flag, otherwise ``--kv-cache-memory-bytes``.
+    """
     return "--kv-cache-memory-bytes" if args.num_gpu_blocks_override is None else "--num-gpu-blocks-override"

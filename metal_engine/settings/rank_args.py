@@ -65,7 +65,7 @@ class RankArgs(SettingsBase):
             self.refuse_with_ranks(flag, value)
 
     def refuse_with_ranks(self, flag: str, value: object) -> None:
-        """Raise ConfigError if a setting that supports only one rank has a value, and there are several ranks."""
+        """Raise ConfigError if there are several ranks, and ``value`` is not empty. ``flag`` supports only one rank."""
         if value and self.num_ranks > 1:
             raise ConfigError(flag, f"does not work with {self.ranks_flag}: remove one of the two flags")
 
@@ -76,5 +76,5 @@ class RankArgs(SettingsBase):
 
     @property
     def ranks_flag(self) -> str:
-        """Flag that sets the number of ranks, for messages."""
+        """Flag to name in messages: the tensor-parallel size if it is more than 1, else the pipeline-parallel size."""
         return TENSOR if self.tensor_parallel_size > 1 else PIPELINE

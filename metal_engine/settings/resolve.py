@@ -129,6 +129,8 @@ class ExpectedSizes:
 def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> ExpectedSizes:
     """Return sizes that are known before the weights are read, for a model without a draft model.
 
+    The memory of a step is not known, so on a GPU the KV cache becomes smaller than this.
+
     Raises:
         ConfigError: as :func:`resolve_config`.
     """
@@ -149,7 +151,7 @@ def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> Ex
 
 
 def _for_model(args: EngineArgs, model: ModelInfo) -> EngineArgs:
-    """Return the settings for a model. A model that runs over mlx-lm's own caches has no prefix cache.
+    """Return the settings for a model. They disable the prefix cache if the model runs over mlx-lm's own caches.
 
     Raises:
         ConfigError: the model runs over mlx-lm's own caches, and a setting needs packed steps.
@@ -316,7 +318,10 @@ def check_kv_cache(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> in
 
 
 def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
-    """Return the tokens per step: 2,048 on a GPU, or the power of two that takes about a second on a CPU."""
+    """Return the maximum number of tokens of a step: 2,048 on a GPU.
+
+    On a CPU, it is the power of two that takes about a second, from 64 to 2,048.
+    """
     if device.kind != "cpu":
         return 2048
     tokens = max(64, int(_CPU_FLOPS * _CPU_STEP_SECONDS / (2 * model.num_params)))
@@ -335,7 +340,10 @@ def _uncut_tokens(args: EngineArgs, model: ModelInfo) -> int:
 
 
 def _long_threshold(args: EngineArgs, budget: int) -> int:
-    """Return the length above which a prompt is long: the token budget, or no limit with a single prefill slot."""
+    """Return the number of tokens above which a prompt is long.
+
+    It is the token budget of a step, or no limit if prompts are prefilled one at a time.
+    """
     return budget if args.max_num_partial_prefills > 1 else 1 << 62
 
 

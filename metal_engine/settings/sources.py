@@ -31,13 +31,14 @@ def read_settings(
     *,
     known: Iterable[Setting] = (),
 ) -> dict[str, Any]:
-    """Return the values of all ``settings`` that were given in any of the sources, by name.
+    """Return the given values of ``settings`` by name. A setting without a value in any source is left out.
 
-    An empty environment variable counts as not given, unless the setting is secret.
+    The command line has precedence over the environment, and the environment over the file. An empty environment
+    variable counts as not given, unless the setting is secret.
 
     Args:
         command_line: map from a field's name to its value on the command line; ``None`` means not given.
-        known: settings of other commands, which the file and the environment may also contain.
+        known: settings of other commands. They are allowed in the file and the environment, and are ignored.
 
     Raises:
         ConfigError: an unknown key or variable, a removed flag, or a value of the wrong kind. The message names its

@@ -40,9 +40,9 @@ _REQUIRED = {
 
 
 def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
-    """Return the configuration of speculation as the user gave it; None without speculation.
+    """Return the user's ``--speculative-config``, with defaults for missing keys; None without speculation.
 
-    The method may be ``auto``.
+    The method may still be ``auto``.
 
     Raises:
         ConfigError: the JSON is not valid, or conflicts with other settings. The message names the flag to change.

@@ -20,7 +20,7 @@ Event = dict[str, Any]
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments.
+    """Parse a call's arguments to the object that Anthropic's API has as ``input``.
 
     Incomplete JSON is parsed as far as possible, as the official client does in a stream. Text that is not a JSON
     object becomes an empty object.
@@ -33,7 +33,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 class MessagesEndpoint(BaseChatEndpoint):
-    """Responds with content blocks. The events of a stream report how each block grows."""
+    """Endpoint ``/v1/messages``. A response has content blocks. The events of a stream report each block's growth."""
 
     id_prefix = "msg"
     schema_place = "input_schema"

@@ -138,7 +138,7 @@ _CONTENT = "text and images"
 
 
 def to_chat(body: CountTokensBody) -> ChatCompletionBody:
-    """Convert a message request to a chat request.
+    """Convert a message request to a chat request. Undeclared fields are kept.
 
     Raises:
         APIError: status 400, naming the field at fault.
@@ -172,9 +172,10 @@ def _output_format(body: CountTokensBody) -> OutputFormat | None:
 
 
 def _thinking_budget(body: CountTokensBody) -> int | None:
-    """Return the maximum number of tokens of the reasoning; None for no limit.
+    """Return the maximum number of reasoning tokens; None for no limit.
 
-    Raises APIError, a 400, for a budget out of range, or for a budget if the type of ``thinking`` is not ``enabled``.
+    Raises APIError, a 400, if the budget is less than 1 or not less than ``max_tokens``. Also if there is a budget and
+    the type of ``thinking`` is not ``enabled``.
     """
     thinking = body.thinking
     if thinking is None or thinking.budget_tokens is None:
@@ -242,7 +243,7 @@ def _problem(error: Exception) -> str:
 
 
 def _user_turn(content: str | list[dict[str, Any]], place: str) -> list[Message]:
-    """Convert a user turn. Tool results come first, as separate messages, because chat templates expect that.
+    """Convert a user turn. Tool results become separate messages before the user's text, as chat templates expect.
 
     Raises as :func:`_content`.
     """
@@ -271,7 +272,7 @@ def _result(content: str | list[dict[str, Any]], place: str) -> str | list[Part]
 
 
 def _with_error(content: str | list[Part]) -> str | list[Part]:
-    """Return the content of a tool result with ``Error:`` before it, for a call that failed."""
+    """Return the content of a failed call's result, with ``Error:`` at its start."""
     return f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error:"}, *content]
 
 
@@ -307,7 +308,7 @@ def _image(source: Any, place: str) -> ImageURL:
 
 
 def _system_turn(content: str | list[dict[str, Any]], place: str) -> list[Message]:
-    """Convert an instruction inside the conversation, as Claude Code sends it."""
+    """Convert a system message inside the conversation. Claude Code sends such messages."""
     return [{"role": "system", "content": _text(content)}]
 
 

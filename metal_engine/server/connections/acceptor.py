@@ -36,7 +36,7 @@ class Acceptor:
         make: function that creates a connection.
         connections: registry that admits connections up to a limit.
         tls: TLS context; None without TLS.
-        handshake_seconds: time limit for a TLS handshake.
+        handshake_seconds: time limit for a TLS handshake in seconds.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Acceptor:
         self._held: socket.socket | None = None  # accepted socket that waits for a free connection place
 
     def start(self, backlog: int) -> None:
-        """Start to listen.
+        """Start to listen, with room for ``backlog`` connections that are not accepted yet.
 
         Raises:
-            OSError: another process listens on the address by now.
+            OSError: another process has begun to listen on the address.
         """
         (listening,) = self.sockets
         listening.setblocking(False)

@@ -181,8 +181,8 @@ class Connection(HttpToolsProtocol):
     def _strip_upgrade_header(self) -> bytes:
         """Return the head that the parser has just read, without the ``Upgrade`` header. Replaces the parser.
 
-        Clients that support HTTP/2 offer it with this header, and accept a response in HTTP/1.1. But the parser treats
-        the data after such a head as data of the offered protocol.
+        Clients that support HTTP/2 offer it with this header, and accept a response in HTTP/1.1. The old parser would
+        treat the data after the head as data of HTTP/2.
         """
         version = self.parser.get_http_version().encode()
         line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
@@ -207,7 +207,8 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, error: APIError) -> None:
         """Stop reading requests, respond with an error, and close the connection.
 
-        No error is sent if an earlier response is incomplete, or if the response to this request has begun.
+        If an earlier response is incomplete, the connection closes after that response, and no error is sent. If the
+        response to this request has begun, the connection closes at once.
         """
         self._refused = True
         if len(self._unanswered) > (self._phase == "body"):

@@ -17,7 +17,7 @@ _FEWEST_CONNECTIONS = 16
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits on resources that clients can hold before the application has processed any of their requests.
+    """Limits on connections and on the data that clients send over them. All times are in seconds.
 
     Attributes:
         max_connections: maximum number of connections.
@@ -27,7 +27,7 @@ class ConnectionLimits:
         max_headers: maximum number of headers of a request.
         max_pipelined: maximum number of requests that wait for the response to an earlier request on the connection.
         read_seconds: time limit for the request line and headers, and for a pause within a body.
-        write_seconds: time for which a response waits for a client that does not read it.
+        write_seconds: time after which a connection is aborted if its client does not read the response.
         keep_alive_seconds: time for which a connection may stay open between requests.
     """
 
@@ -46,7 +46,8 @@ def connection_limits(args: ServerArgs) -> ConnectionLimits:
     """Return the limits from ``args``. Increases the process's limit of open files if necessary.
 
     Raises:
-        ConfigError: the process may not open enough files.
+        ConfigError: the process may not open enough files for ``max-connections``, or for 16 connections if it is not
+            set.
     """
     beside = RESERVED_DESCRIPTORS + ConnectionLimits.num_spare
     wanted = args.max_connections or DEFAULT_MAX_CONNECTIONS

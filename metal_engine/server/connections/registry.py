@@ -56,9 +56,10 @@ class Connections:
         return len(self._open)
 
     def add(self, connection: Closable) -> bool:
-        """Add a new connection. If all places are taken, evict a waiting connection. If none waits, use a spare place.
+        """Add a new connection. If all places are taken, evict the connection that has waited longest.
 
-        Return False if there is no place for the new connection yet.
+        If no connection waits, the new connection gets a spare place, and ``is_spare`` becomes True. Returns False if
+        there is no place yet. The caller must then try again later.
         """
         if len(self._open) - self._num_spare >= self._limits.max_connections:
             connection.is_spare = not self._waiting
@@ -82,18 +83,18 @@ class Connections:
             self.request_received(connection)
 
     def wait_for(self, connection: Closable) -> None:
-        """Record that the server waits for data from the connection's client."""
+        """Record that the client has to send the rest of a request, or the next one. The connection may be evicted."""
         if connection in self._open:
             (self._spare_waiting if connection.is_spare else self._waiting).setdefault(connection, _now())
 
     def request_received(self, connection: Closable) -> None:
-        """Record that the connection's client has sent the data that the server waited for."""
+        """Record that the client has sent a whole request. The connection is not evicted until :meth:`wait_for`."""
         (self._spare_waiting if connection.is_spare else self._waiting).pop(connection, None)
 
     def evict_oldest(self) -> bool:
         """Close the connection that has waited longest.
 
-        Return False if none has waited longer than the grace period.
+        Returns False if no connection has waited for the grace period of ``_GRACE_SECONDS``.
         """
         return self._evict(self._waiting)
 

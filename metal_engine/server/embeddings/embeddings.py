@@ -24,12 +24,12 @@ FEW = 1 << 14
 
 
 def numbers(vector: np.ndarray) -> bytes:
-    """Encode a vector as a JSON array. Nine digits are enough to restore each float32 exactly."""
+    """Encode a float32 vector as a JSON array. The nine digits of each number restore its float32 value exactly."""
     return b"[" + ",".join(["%.9g"] * len(vector)).encode() % tuple(vector.tolist()) + b"]"
 
 
 async def create_embeddings(pooling: PoolingRequest, body: EmbeddingBody) -> bytes:
-    """Return the response as JSON. Raises APIError if the request cannot be served."""
+    """Return the response of ``/v1/embeddings`` as JSON. Raises as :func:`embed`, and as :func:`vectors_json`."""
     as_base64 = body.encoding_format == "base64"
     pooled = await embed(
         pooling,
@@ -59,6 +59,7 @@ def vectors_json(pooled: Pooled, write: Callable[[np.ndarray], bytes] = numbers)
 
     Raises:
         APIError: status 500, for a vector that contains NaN or infinity.
+        Cancelled: the client has disconnected.
     """
     for index, vector in enumerate(pooled.vectors):
         check_cancelled()

@@ -1,4 +1,7 @@
-"""Pools prompts to vectors for all pooling endpoints. Prompts of a request run concurrently. If one fails, all fail."""
+"""Turns prompts into vectors for all pooling endpoints.
+
+The prompts of a request run concurrently. If one prompt fails, the request fails.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ class PoolingTask:
     Attributes:
         tokenize: function that returns the prompts' token ids. Runs in a thread. The client receives its ValueError as
             an error of ``field``.
-        params: function that returns the pooling parameters. Runs in a thread, and may raise ParameterError.
+        params: function that returns the pooling parameters. Runs in a thread. Its ParameterError becomes status 400.
         field: field of the body that contains the prompts.
         id_prefix: prefix of the response's id.
         max_inputs: maximum number of prompts.
@@ -92,8 +95,10 @@ class PoolingTask:
 async def pooling_request(served: ServedModel, request: Request, body: RequestModel) -> PoolingRequest:
     """Check the parameters of a client request, and read the options for the engine.
 
+    A body that is not a :class:`PoolingBody`, such as Ollama's, has no options.
+
     Raises:
-        APIError: status 400, for an unsupported parameter that would change the response.
+        APIError: status 400, as :meth:`ParameterPolicy.check`.
     """
     num_bytes = len(await request.body())
     await served.workers.run_if_large(num_bytes, served.parameters.check, body)
@@ -111,9 +116,10 @@ async def embed(
     field: str = "input",
     max_values: int = MAX_VALUES,
 ) -> Pooled:
-    """Compute the vectors of texts or of lists of token ids, with the checkpoint's pooling.
+    """Compute the vectors of texts or of lists of token ids, with the pooling method of the checkpoint.
 
     Args:
+        inputs: texts or lists of token ids. Each gives one vector.
         dimensions: number of elements of each vector; None for the model's own number.
         truncate_prompt_tokens: see :class:`PoolingParams`.
         field: name of the body's field with the inputs, for errors.
@@ -136,7 +142,10 @@ async def embed(
 
 
 async def pool(pooling: PoolingRequest, task: PoolingTask, num_prompts: int) -> Pooled:
-    """Pool prompts concurrently. If one fails, or the client disconnects, the others are aborted.
+    """Pool prompts concurrently. If one prompt fails, or the client disconnects, all unfinished prompts are aborted.
+
+    Args:
+        num_prompts: number of prompts that ``task.tokenize`` will return.
 
     Raises:
         APIError: the prompts cannot be served: 4xx with the field at fault, 500 or 503 if the engine fails or too many
@@ -230,7 +239,7 @@ class _Run:
         self._timed_out = False
 
     async def outputs(self) -> list[RequestOutput]:
-        """Return the only output of each request, in order. If one fails, abort the others and raise its error.
+        """Return the only output of each request, in order. If a request fails, abort the others and raise its error.
 
         The error is an APIError, or an EngineDeadError if the engine has stopped. Releases the reservation at the end.
         """

@@ -25,8 +25,11 @@ class Pairs:
 
     Attributes:
         queries: one query for each document.
+        documents: documents, in the same order.
         document_field: field of the body that contains the documents.
         instruction: criterion for a reranker; None for the instruction of its model card.
+        truncate_prompt_tokens: maximum number of tokens of a prompt. -1 for the context length. None to reject longer
+            prompts.
     """
 
     queries: Sequence[str]
@@ -46,10 +49,13 @@ class Scores:
 
 
 async def score(pooling: PoolingRequest, pairs: Pairs, id_prefix: str) -> Scores:
-    """Score each pair: 0 to 1 with a reranker, -1 to 1 with an embedding model.
+    """Score each pair. Scores are 0 to 1 from a reranker, and -1 to 1 from an embedding model.
+
+    Args:
+        id_prefix: prefix of the response's id.
 
     Raises:
-        APIError: the model is neither a reranker nor an embedding model, or the pairs cannot be served.
+        APIError: status 400 if the model is neither a reranker nor an embedding model. Otherwise, as :func:`pool`.
         EngineDeadError: the engine has stopped.
     """
     served = pooling.served
@@ -101,7 +107,8 @@ def _reranker_prompts(
 ) -> list[list[int]]:
     """Return the token ids of a prompt for each pair, in the model card's format.
 
-    Truncation removes the end of the document. Raises APIError, a 400, if the limit leaves no room for a document.
+    Truncation removes the end of the document. Raises APIError, a 400, if ``truncate_prompt_tokens`` leaves no room for
+    a document.
     """
     prefix = tokenizer.encode(reranker.prefix, add_special_tokens=False)
     suffix = tokenizer.encode(reranker.suffix, add_special_tokens=False)

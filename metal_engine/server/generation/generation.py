@@ -47,8 +47,8 @@ class Choice:
         index: index of the choice in the response.
         echo: text of the prompt; None if the response does not repeat the prompt.
         reader: parser of the output; None if the output is plain text.
-        texts: pieces of the generated text. If :meth:`Generation.outputs` parses outputs as they arrive, this list stays
-            empty. The same is true of ``token_ids``, ``token_ends`` and ``text_logprobs``.
+        texts: pieces of the generated text. Stays empty if :meth:`Generation.outputs` parses outputs as they arrive.
+            Then ``token_ids``, ``token_ends`` and ``text_logprobs`` stay empty, too.
         token_ids: generated tokens, including the token that ended generation.
         token_ends: end of each token's text within the choice's text, in characters.
         deltas: deltas parsed from the complete text, set by :meth:`Generation.read`.

@@ -71,8 +71,8 @@ class ResponseRunner:
     ) -> Response:
         """Return the response to a request.
 
-        If a stream's model is not loaded, the stream begins at once. It gets a comment every two seconds until the model
-        is loaded. A later error becomes an event. All other responses begin after the request is validated.
+        If a stream's model is not loaded, the stream begins at once. It has comments until the model is loaded. A later
+        error becomes an event. All other responses begin after the request is validated.
 
         Args:
             endpoint_class: class of the endpoint.

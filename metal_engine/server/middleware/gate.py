@@ -25,8 +25,8 @@ _WRONG_KEY = "Incorrect API key provided"
 def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
     """Wrap ``app``: require one of the keys, as ``Authorization: Bearer`` or as ``x-api-key``.
 
-    Requests of probes and requests for the page's files need no key. Sets ``WITHOUT_KEY`` in the scope: True for a
-    request without a valid key.
+    Other requests get status 401. Requests for ``OPEN_PATHS`` and for the page's files need no key. Sets
+    ``WITHOUT_KEY`` in the scope of accepted requests: True for a request without a valid key.
     """
     # Digests have the same length, so the time of a comparison does not reveal the length of a key.
     wanted = [hashlib.sha256(key.encode()).digest() for key in api_keys]
@@ -54,7 +54,10 @@ def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
 
 
 def only_probes_if_spare(app: ASGIApp) -> ASGIApp:
-    """Wrap ``app``: reject requests over a spare connection, except probes."""
+    """Wrap ``app``: reject requests over a spare connection with status 503, except requests for ``OPEN_PATHS``.
+
+    For spare connections, see :class:`Connections`.
+    """
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get(IS_SPARE) and scope["path"] not in OPEN_PATHS:
@@ -69,7 +72,7 @@ def only_probes_if_spare(app: ASGIApp) -> ASGIApp:
 def limit_body(app: ASGIApp, max_bytes: int, read_seconds: float) -> ASGIApp:
     """Wrap ``app``: reject bodies of more than ``max_bytes`` with status 413, without keeping them in memory.
 
-    A body that pauses for more than ``read_seconds`` gets status 408.
+    If no part of the body arrives for ``read_seconds``, the request gets status 408.
     """
 
     async def limited(scope: Scope, receive: Receive, send: Send) -> None:

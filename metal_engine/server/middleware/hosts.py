@@ -21,9 +21,10 @@ _OF_CONTAINERS = ("host.docker.internal", "host.containers.internal")
 def checks_hosts(args: ServerArgs) -> bool:
     """Return True if the server must check the ``Host`` header of requests.
 
-    The check stops DNS rebinding: a web page makes its own host name resolve to this machine.
-    With a key or TLS, or on a unix socket, the check is not needed: the page lacks the key, a certificate for its name,
-    or access to the socket. ``--allowed-hosts`` turns the check on in every case, and ``--allowed-hosts '*'`` off.
+    The check stops DNS rebinding: a web page makes its own host name resolve to this machine. With a key or TLS, or
+    on a Unix socket, the check is not needed: the page lacks the key, a certificate for its name, or access to the
+    socket.
+    ``--allowed-hosts`` turns the check on in every case. ``--allowed-hosts '*'`` turns it off.
     """
     if args.allowed_hosts:
         return ANY not in args.allowed_hosts
@@ -31,9 +32,9 @@ def checks_hosts(args: ServerArgs) -> bool:
 
 
 def allow_hosts(app: ASGIApp, args: ServerArgs) -> ASGIApp:
-    """Wrap ``app``: reject requests whose ``Host`` is not known.
+    """Wrap ``app``: reject requests whose ``Host`` is not known with status 403.
 
-    All IP addresses, loopback names, names of this machine, ``--host`` and ``--allowed-hosts`` are known.
+    Known hosts are all IP addresses, loopback names, names of this machine, ``--host`` and ``--allowed-hosts``.
 
     Requests without a ``Host`` header pass, because browsers always send the header.
     """

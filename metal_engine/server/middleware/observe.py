@@ -25,8 +25,8 @@ _GIVEN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 def observe(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
     """Wrap ``app``: add ``X-Request-Id`` to each response, and write a log line for each request.
 
-    The id is the client's own ``X-Request-Id``, if it is valid. Rejected POST requests are counted in ``metrics``.
-    Requests with other methods are logged at the level DEBUG.
+    The id is the client's own ``X-Request-Id`` if it matches ``_GIVEN_ID``, otherwise a new id. Rejected POST requests
+    are counted in ``metrics``. The log level is INFO for POST, and DEBUG for other methods.
     """
 
     async def observed(scope: Scope, receive: Receive, send: Send) -> None:

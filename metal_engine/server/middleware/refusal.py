@@ -12,10 +12,10 @@ from metal_engine.server.errors import APIError, error_response
 
 
 async def refuse(error: APIError, scope: Scope, receive: Receive, send: Send, seconds: float = 2.0) -> None:
-    """Send an error and read the rest of the body for at most ``seconds``.
+    """Send an error, and discard the rest of the body for at most ``seconds``.
 
-    ``error`` must have the header ``connection: close``. If the connection were closed at once, later data would reset
-    the connection. Some clients would then see the reset instead of the response.
+    ``error`` must have the header ``connection: close``. If the connection were closed before the client has sent its
+    body, later data would reset the connection. Some clients would then see the reset instead of the response.
     """
     response = error_response(error, scope)
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})

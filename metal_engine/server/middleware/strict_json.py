@@ -28,7 +28,7 @@ def loads(body: bytes) -> Any:
     Raises:
         json.JSONDecodeError: the text is not valid JSON.
         APIError: status 400. The text has NaN or Infinity, invalid Unicode, a number of thousands of digits, nesting
-            too deep for the parser, or more content than any request needs.
+            too deep for the parser, or more content than :mod:`metal_engine.server.large_bodies` allows.
     """
     try:
         return large_bodies.loads(body, parse_constant=_refuse_constant)
@@ -53,11 +53,10 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _typed(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Return the scope with the content type of JSON, if the request is for Ollama's API.
+    """Return the scope with the content type of JSON, if the request is for Ollama's API and has no ``Origin`` header.
 
-    Ollama requires no content type: LiteLLM sends no content type, and ``curl -d`` sends the type of a form. A browser
-    can send bodies with the type of a form across origins, but it then sends an ``Origin`` header. Requests with that
-    header are not changed.
+    Ollama requires no content type: LiteLLM sends no content type, and ``curl -d`` sends the type of a form. Requests
+    with an ``Origin`` header are not changed, because a browser can send a form across origins, with this header.
     """
     if not scope["path"].startswith("/api/") or any(name == b"origin" for name, _ in scope["headers"]):
         return scope

@@ -65,7 +65,7 @@ class Pieces:
         return pieces
 
     def close(self) -> list[AnswerMessage]:
-        """End the open call. Return its piece if the call is complete."""
+        """End the open call, if there is one. Return its piece in a list, which is empty if the call is incomplete."""
         start, text = self._open, "".join(self._arguments)
         self._open, self._arguments = None, []
         if start is None:
@@ -109,7 +109,7 @@ class OllamaEndpoint(Endpoint[BodyT]):
         self._pieces = Pieces()
 
     def _answer(self, piece: AnswerMessage, **fields: Any) -> OllamaAnswer:
-        """Return a piece in the shape of this endpoint."""
+        """Return a response, or a line of a response, that has this piece and these additional fields."""
         raise NotImplementedError
 
     def _read(self, text: str, deltas: list[AnswerDelta]) -> list[AnswerMessage]:
@@ -140,9 +140,9 @@ class OllamaEndpoint(Endpoint[BodyT]):
         return {"model": self.name, "created_at": timestamp(time.time())}
 
     def _last(self, generation: Generation, choice: Choice) -> dict[str, Any]:
-        """Return the fields of the last line.
+        """Return the fields of the last line: the finish reason, the token counts, and durations in nanoseconds.
 
-        The prompt's duration is the time until the first token, including waiting.
+        ``prompt_eval_duration`` is the time until the first token, including the time in the queue.
         """
         end = time.monotonic()
         first = generation.first_output_time or end

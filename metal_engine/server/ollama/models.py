@@ -21,12 +21,16 @@ _UNKNOWN = ModelDetails(family="", families=[], parameter_size="", quantization_
 
 
 def own_name(names: Sequence[str], name: str) -> str:
-    """Return the server's name of the model. Ollama's clients add ``:latest`` to names without a tag."""
+    """Return the server's name of the model that an Ollama client calls ``name``.
+
+    Removes ``:latest``, which these clients add to names without a tag. A name in ``names`` is returned unchanged. The
+    result may be unknown to the server.
+    """
     return name if name in names else name.removesuffix(LATEST)
 
 
 def tagged(name: str) -> str:
-    """Return a name as Ollama lists it, with a tag."""
+    """Return a name as Ollama lists it: with the tag ``:latest`` if it has no tag."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
@@ -150,6 +154,9 @@ def _size(num_params: int) -> str:
 
 
 def _level(num_bytes: int, num_params: int, dtype: str) -> str:
-    """Return Ollama's name of the dtype. For quantized weights, it is ``Q`` and the average bits of each weight."""
+    """Return Ollama's name of the weights' type: ``F32``, ``BF16`` or ``F16``, or e.g. ``Q4`` for quantized weights.
+
+    The number after ``Q`` is the average number of bits of each weight, rounded down.
+    """
     bits = 8 * num_bytes // max(num_params, 1)
     return f"Q{bits}" if 0 < bits < 16 else {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(dtype, dtype)

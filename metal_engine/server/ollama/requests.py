@@ -66,7 +66,7 @@ class RequestReader:
         self._noted: set[str] = set()
 
     def chat(self, served: ServedModel, body: OllamaChatBody) -> ChatCompletionBody:
-        """Convert a body with at least one message to a chat. Removes the messages from the body.
+        """Convert a body with at least one message to a chat. Empties the body's list of messages to save memory.
 
         Raises APIError, a 400, naming the field at fault.
         """
@@ -80,7 +80,7 @@ class RequestReader:
         return validated(ChatCompletionBody, {**(body.model_extra or {}), **fields})
 
     def generate(self, served: ServedModel, body: OllamaGenerateBody) -> ChatCompletionBody | RawBody:
-        """Convert a body to a chat of one message, or to a completion for a raw prompt or a prompt with a suffix.
+        """Convert a body to a completion if it has ``raw`` or a suffix, otherwise to a chat with its prompt.
 
         Raises as :meth:`chat`.
         """
@@ -149,7 +149,7 @@ def _thinking(served: ServedModel, body: OllamaBody) -> dict[str, Any]:
 
 
 def can_think(served: ServedModel) -> bool:
-    """Return True if the model's reasoning can be separated from its answer, or be requested."""
+    """Return True if the format of the model's reasoning is known, or its chat template has a setting for reasoning."""
     known = served.answer_format.reasoning is not None or served.answer_format.harmony
     mentions = served.engine.tokenizer.template_mentions
     return known or mentions("enable_thinking") or mentions("reasoning_effort")
@@ -163,7 +163,12 @@ def _taken(messages: list[OllamaMessage]) -> Iterator[OllamaMessage]:
 
 
 def _content(text: str, images: list[str] | None, place: str) -> Any:
-    """Return the content of a message of a chat: its images, then its text."""
+    """Return the content of a chat message: ``text``, or a list of parts with the images before the text.
+
+    Args:
+        images: URLs or base64 data.
+        place: path of ``images`` in Ollama's request, for error messages.
+    """
     if not images:
         return text
     placed = [

@@ -36,7 +36,7 @@ def add_ollama_routes(app: FastAPI, all_models: ModelProvider, runner: ResponseR
     reader = RequestReader()
 
     def named(body: protocol.OllamaBody | protocol.OllamaEmbedBody | protocol.OllamaEmbeddingsBody) -> str:
-        """Return the client's name of the model. Replaces it in the body by the server's name.
+        """Return the client's name of the model. Sets the model of the body to the server's name.
 
         Raises APIError, a 404, for an unknown name.
         """
@@ -89,7 +89,10 @@ def add_ollama_routes(app: FastAPI, all_models: ModelProvider, runner: ResponseR
 
 
 def _loaded(kind: type[protocol.OllamaAnswer], name: str, **fields: Any) -> Response:
-    """Return the response to a request that only loads or unloads a model. The model is loaded, and stays loaded."""
+    """Return the response to a request without a prompt, which Ollama's clients send to load or unload a model.
+
+    The caller has loaded the model. It stays loaded even if the client wants to unload it.
+    """
     answer = kind(model=name, created_at=timestamp(time.time()), done=True, done_reason="load", **fields)
     return JSONResponse(answer.model_dump())
 
@@ -124,9 +127,10 @@ async def _embedding(pooling: PoolingRequest, body: protocol.OllamaEmbeddingsBod
 async def _vectors(
     pooling: PoolingRequest, inputs: list[str], field: str, dimensions: int | None = None
 ) -> tuple[list[bytes], int]:
-    """Return the vectors as JSON, and the number of tokens. Raises as :func:`_embed`.
+    """Return each input's vector as JSON, and the number of tokens of all inputs. Raises as :func:`_embed`.
 
-    An empty list and a single empty text have no vectors. Clients send them only to load a model.
+    For an empty list or a single empty text, the result is no vectors and 0. Clients send these inputs only to load a
+    model.
     """
     if inputs in ([], [""]):
         return [], 0

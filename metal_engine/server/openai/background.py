@@ -1,4 +1,4 @@
-"""Responses in the background: they go on without their client, until they end or are cancelled."""
+"""Responses in the background, which go on after their client has disconnected, until they end or are cancelled."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class _Run:
 
     Attributes:
         log: events of a streamed response. Empty for other responses.
-        is_prepared: event that is set when the request was checked and admitted, or failed before that.
+        is_prepared: event that is set when the engine's queue has admitted the request, or the response has ended.
         is_awaited: True while the client's request waits for ``is_prepared``.
-        problem: error of an awaited preparation, for the client. None without an error.
+        problem: error for the client if the response failed while ``is_awaited`` was True, otherwise None.
         task: task that generates the response.
     """
 
@@ -45,7 +45,7 @@ class _Run:
     task: asyncio.Task[None] = field(init=False)
 
     async def cancel(self) -> None:
-        """Cancel the response, and wait for its end. Does nothing if it has finished."""
+        """Cancel the response, and wait for its end. Returns at once if it has ended."""
         self.task.cancel()
         await asyncio.wait([self.task])
 
@@ -54,7 +54,7 @@ class BackgroundResponses:
     """Generates responses in the background, and keeps their events. Used in the event loop only.
 
     Args:
-        store: store of the responses. When it drops a response, the events of the response are dropped, too.
+        store: store of the responses. When it drops a response, the response's events are deleted, too.
 
     Attributes:
         num_ended: number of responses that ended, by model and status. Excludes responses that ended with an error
@@ -79,11 +79,15 @@ class BackgroundResponses:
     ) -> tuple[ResponseState, EventLog]:
         """Begin a response. Return its state and its events.
 
-        If its model is loaded, the request is checked and admitted before this method returns. Otherwise, a failed
-        check ends the response later, and the response then has the error.
+        If its model is loaded, this method returns after the request was checked and admitted to the engine's queue.
+        Otherwise, it returns at once. An error of the load or the check then becomes the error of the response.
+
+        Args:
+            request: request of the client, whose body has been read.
+            chat: chat that the client's body was converted to.
 
         Raises:
-            APIError: the request cannot be served, or the store cannot hold the response.
+            APIError: the request cannot be served, the store cannot hold the response, or the server is shutting down.
         """
         if self._is_ending:
             raise shutting_down()
@@ -141,12 +145,15 @@ class BackgroundResponses:
             await self._runs[state].cancel()
 
     def cancel_unread(self) -> None:
-        """Cancel the responses that no client streams, and reject new ones. For a server that begins to shut down."""
+        """Cancel the responses whose events no client reads, and reject new responses.
+
+        The server calls it when it begins to shut down.
+        """
         self._is_ending = True
         self._cancel([run.task for run in self._runs.values() if not run.log.num_readers])
 
     def cancel_all(self) -> None:
-        """Cancel all responses, and reject new ones."""
+        """Cancel all responses, and reject new responses."""
         self._is_ending = True
         self._cancel([run.task for run in self._runs.values()])
 
@@ -163,7 +170,7 @@ class BackgroundResponses:
         self._grow(state, run, run.log.num_characters - before)
 
     def _grow(self, state: ResponseState, run: _Run, num_characters: int) -> None:
-        """Count more characters of a response. If they overfill the store, drop the response's oldest events."""
+        """Count more characters of a response. If the store is then too large, drop the response's oldest events."""
         while not self._store.grow(state.id, num_characters) and run.log.num_characters:
             before = run.log.num_characters
             run.log.shrink()

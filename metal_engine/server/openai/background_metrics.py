@@ -18,7 +18,7 @@ _ENDED = ("completed", "incomplete", "failed", "cancelled")
 
 
 class BackgroundMetrics(Collector):
-    """Counts responses when metrics are requested."""
+    """Creates the metrics of stored and background responses when ``/metrics`` is requested."""
 
     def __init__(self, models: ModelProvider, background: BackgroundResponses, store: ResponseStore) -> None:
         self._models = models

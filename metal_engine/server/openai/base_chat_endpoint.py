@@ -52,11 +52,12 @@ _BILLING_LINES = re.compile(
 
 
 def without_billing_line(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat without the billing line at the start of its system text; the same object if there is none.
+    """Return a chat without the lines ``x-anthropic-billing-header: ...`` at the start of its system text.
 
-    The line differs in each request, so the prefix cache could not match anything after it. Clients of Anthropic's API
-    send it as the first block of the system text. Proxies that convert these requests for OpenAI's API put it
-    at the start of the first message. A message without other text is removed, except the only message of a chat.
+    Returns ``messages`` itself if there is no such line. The line differs in each request, so the prefix cache could
+    not match anything after it. Claude Code sends it as the first block of the system text. Proxies that convert
+    requests from Anthropic's to OpenAI's API put it at the start of the first message. A message without other text is
+    removed, unless it is the only message.
 
     Args:
         messages: at least one message, in the format of chat templates.
@@ -70,12 +71,12 @@ def without_billing_line(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 class BaseChatEndpoint(Endpoint[ChatCompletionBody]):
-    """One chat request. Base class of all endpoints that chat."""
+    """Base class of all endpoints that chat. Subclasses define the format of the response."""
 
     streams_arguments = True
     """True if a stream reports a call's arguments as they arrive, False if it reports only complete calls."""
     schema_place = "function.parameters"
-    """Place of a tool's schema in the tool."""
+    """Path of the parameters' JSON schema within a tool of the client's request, for error messages."""
 
     def __init__(self, served: ServedModel) -> None:
         self._format = served.answer_format
@@ -187,7 +188,7 @@ class BaseChatEndpoint(Endpoint[ChatCompletionBody]):
     def chat_finish_reason(self, num_calls: int, reason: ChatFinishReason) -> ChatFinishReason:
         """Return OpenAI's finish reason of a choice with ``num_calls`` tool calls.
 
-        It is ``tool_calls`` if there are calls, except if the client forced the call by name or the text was cut off.
+        It is ``tool_calls`` if there are calls, ``reason`` is ``stop``, and the client did not force the call by name.
         Otherwise, it is ``reason``.
         """
         is_call = reason == "stop" and num_calls > 0 and self._answers.plan.name is None

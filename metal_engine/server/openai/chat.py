@@ -28,7 +28,7 @@ from metal_engine.text.tokenizer import Tokenizer
 
 
 class ChatEndpoint(BaseChatEndpoint):
-    """Responds with messages. In a stream, each chunk is an addition to its message."""
+    """Endpoint ``/v1/chat/completions``. A choice is a message. Each chunk of a stream adds to a message."""
 
     id_prefix = "chatcmpl"
 

@@ -20,7 +20,7 @@ from metal_engine.text.tokenizer import Tokenizer
 
 
 class CompletionEndpoint(Endpoint[CompletionBody]):
-    """Takes prompts as text or token ids, and responds with unparsed text."""
+    """Endpoint ``/v1/completions``. Prompts are texts or token ids. A response has unparsed text."""
 
     id_prefix = "cmpl"
 
@@ -46,8 +46,12 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
     def _infilling(self, body: CompletionBody, prompts: list[str | list[int]], tokenizer: Tokenizer) -> list[list[int]]:
         """Return the token ids of prompts that ask for the text between each prompt and the suffix.
 
-        Stores the place of each prompt in its token ids, and the tokens that end the output. Raises APIError, a 400, if
-        the model or the request does not support it, and ValueError for a prompt that cannot be tokenized.
+        Stores the slice of each prompt within its token ids, and the tokens that end the output.
+
+        Raises:
+            APIError: status 400. The model has no tokens for infilling, the request also truncates its prompts, or the
+                suffix is too long.
+            ValueError: a prompt cannot be tokenized.
         """
         if tokenizer.infilling is None:
             problem = " is not supported: the model's tokenizer has no tokens for filling in the middle"
@@ -69,7 +73,7 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
         return [ids for ids, _ in made]
 
     def adjust(self, params: SamplingParams) -> SamplingParams:
-        """Add the tokens that end an infilling to the stop tokens."""
+        """If the request has a suffix, add the model's end tokens of infilling to the stop tokens."""
         if not self._ends:
             return params
         return params.changed(stop_token_ids=(*params.stop_token_ids, *self._ends))
@@ -141,15 +145,18 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
     def _logprob_tokens(
         self, generation: Generation, choice: Choice, part: Choice | RequestOutput, first: bool
     ) -> tuple[list[TokenLogprobs | None], list[int], int | None]:
-        """Return tokens with log probabilities, the start of each token's text, and the id of the prompt's first token.
+        """Return the arguments of :func:`completion_logprobs` for a part of a choice.
 
-        The id is None if the tokens of the prompt are not included. Records where the text of ``part`` ends, for the
-        choice's next part.
+        Records where the text of ``part`` ends, because the next part begins there.
 
         Args:
             part: the whole choice, or one of its outputs.
-            first: True if ``part`` has the choice's first tokens. The prompt's tokens come before them if the client
-                wants the prompt back.
+            first: True if ``part`` has the choice's first tokens. If the response repeats the prompt, the prompt's
+                tokens come before them.
+
+        Returns:
+            Tokens with log probabilities, the start of each token's text in characters, and the id of the prompt's
+            first token. The id is None if the prompt's tokens are not included.
         """
         tokens: list[TokenLogprobs | None] = [*(part.text_logprobs or ())]
         begin = len(choice.echo or "")

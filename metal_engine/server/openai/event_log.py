@@ -21,11 +21,11 @@ _END_OF_EVENT = b"\n\n"
 class EventLog:
     """Encoded events with the sequence numbers 0, 1, 2 ..., for any number of readers. Used in the event loop only.
 
-    A log that grows too large drops its oldest events.
+    A log that exceeds ``max_characters`` drops its oldest events.
 
     Attributes:
         num_readers: number of clients that read the log.
-        num_characters: number of characters of the events that the log still has, plus 100 for each entry.
+        num_characters: number of characters of the stored events, plus ``_PER_ENTRY`` for each :meth:`append`.
     """
 
     def __init__(self, max_characters: int = MAX_CHARACTERS) -> None:
@@ -59,7 +59,10 @@ class EventLog:
         self._wake()
 
     def shrink(self) -> None:
-        """Drop the older half of the events. Drop the latest entry only if the log has no other entry."""
+        """Drop the oldest entries until at most half of the characters are left.
+
+        An entry has the events of one :meth:`append`. The latest entry is dropped only if it is the only entry.
+        """
         kept = self.num_characters
         num_dropped = 0
         while num_dropped < max(len(self._entries) - 1, 1) and kept > self.num_characters // 2:

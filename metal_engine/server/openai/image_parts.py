@@ -18,10 +18,10 @@ _MOVED = "Images in the results of the calls:\n"
 
 
 def image_sources(messages: list[ChatMessage]) -> list[ImageSource]:
-    """Return the images of a chat in order, up to the first one beyond the limit. Takes at most some milliseconds.
+    """Return the images of a chat in order, at most ``MAX_IMAGES`` + 1 of them. Takes at most some milliseconds.
 
     Raises:
-        APIError: status 400: a part has no image or an unknown ``detail``, or the role of the message allows no images.
+        APIError: status 400. A part has no image or an unknown ``detail``, or the role of the message allows no images.
     """
     sources: list[ImageSource] = []
     for i, message in enumerate(messages):
@@ -49,7 +49,7 @@ def image_sources(messages: list[ChatMessage]) -> list[ImageSource]:
 
 
 def without_tool_images(messages: list[dict[str, Any]], rules: MessageRules) -> list[dict[str, Any]]:
-    """Move the images of tool results to a user message after the results, if the chat template ignores such images.
+    """If the chat template ignores images of tool results, move them to a user message after the results.
 
     Returns ``messages`` itself if nothing has to move.
 

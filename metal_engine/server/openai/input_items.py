@@ -32,8 +32,8 @@ def complete_items(given: str | list[Item], earlier: list[Item]) -> list[Item]:
     """Return the input of a request as items in OpenAI's full form, each with a type and a unique id.
 
     Args:
-        given: valid input of the request (:func:`responses_protocol.input_messages`).
-        earlier: items of the conversation before the input. New ids differ from their ids.
+        given: input of the request. :func:`responses_protocol.input_messages` has accepted it.
+        earlier: items of the conversation before the input. No new id is the id of an earlier item.
     """
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     known = {item["id"] for item in earlier}
@@ -58,7 +58,7 @@ def complete_items(given: str | list[Item], earlier: list[Item]) -> list[Item]:
 
 
 def page(items: list[Item], order: Literal["asc", "desc"], after: str | None, limit: int) -> InputItemList:
-    """Return up to ``limit`` items: the first ones in ``order``, or the ones that follow the item with id ``after``.
+    """Return up to ``limit`` items in ``order``: the first items, or the items that follow the item with id ``after``.
 
     Raises:
         APIError: status 400, if no item has the id ``after``.

@@ -1,4 +1,4 @@
-"""Converts and joins messages that a chat template does not accept where they are.
+"""Converts messages to a sequence of roles that a chat template accepts.
 
 Agents send system messages at any place, and several messages of one role in succession.
 """
@@ -16,9 +16,9 @@ Message = dict[str, Any]
 def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Message]:
     """Return messages with a sequence of roles that the chat template accepts, as far as possible.
 
-    Joins consecutive messages of a role if the template does not accept several. No message moves to the front: a
-    system message after other messages becomes user text at its place. Therefore, earlier messages remain a prefix of
-    the next turn, and the prefix cache still matches.
+    Joins consecutive messages of a role if the template does not accept them. A system message after messages of other
+    roles becomes user text at its place if the template accepts system messages only at the start. No message moves.
+    Therefore, earlier messages remain a prefix of the next turn, and the prefix cache still matches.
 
     Args:
         messages: result of ``template_messages``. The content of its system messages is text.
@@ -47,7 +47,7 @@ def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Mess
 
 
 def _joins(role: str, is_leading: bool, rules: MessageRules) -> bool:
-    """Return True if a message is joined to the previous message, which has the same role.
+    """Return True if two consecutive messages of ``role`` must be joined.
 
     Args:
         is_leading: True if the conversation has only system messages so far.

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class ReasoningOptions:
-    """Settings of a request for the model's reasoning.
+    """Settings of one request that control the model's reasoning.
 
     Attributes:
         effort: effort for the chat template; None if the request has no effort.

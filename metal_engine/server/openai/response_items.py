@@ -25,13 +25,15 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 class ResponseItems:
-    """Output items, built from deltas. One item is open at a time. Each change is an event.
+    """Output items, built from deltas. Methods that change them return the events about the changes.
+
+    At most one item is open, which means that it can still grow: the last one.
 
     Args:
         namespaces: map from the full name of a function in a namespace to the pair (namespace, name in that namespace).
 
     Attributes:
-        items: output items so far. Complete after :meth:`close`.
+        items: output items so far. The text of the open item is missing until :meth:`close`.
     """
 
     def __init__(self, namespaces: Mapping[str, tuple[str, str]]) -> None:

@@ -24,7 +24,7 @@ _UNFINISHED = ("queued", "in_progress")
 
 @dataclass(frozen=True)
 class AskedResponse:
-    """Additional data of a request to ``/v1/responses``, beside its chat.
+    """Data of a request to ``/v1/responses`` that its converted chat lacks.
 
     Attributes:
         repeated: request fields that the response repeats.
@@ -32,7 +32,7 @@ class AskedResponse:
         num_characters: size of ``repeated`` and ``items`` (:func:`metal_engine.json_values.num_characters`).
         namespaces: namespaces of the functions, as :func:`responses_protocol.namespaces` returns them.
         is_streamed: True if the client wants events.
-        in_background: True if the response goes on without its client.
+        in_background: True if the response goes on after its client has disconnected.
         is_stored: True if clients can retrieve the response later.
         num_earlier_characters: number of characters of the stored response that the request continues; 0 if it
             continues none.
@@ -56,10 +56,11 @@ class ResponseState:
 
     Args:
         asked: data of the request.
-        model: name of the model; may be empty, and set later.
+        model: name of the model. Empty if it is not known yet. :class:`ResponsesEndpoint` then sets it.
 
     Attributes:
-        status: OpenAI's status. A response in the background is ``queued`` until its first output.
+        status: OpenAI's status. A response in the background is ``queued`` until its first output, and any other
+            response is ``in_progress`` from its creation.
     """
 
     def __init__(self, asked: AskedResponse, model: str) -> None:
@@ -79,7 +80,7 @@ class ResponseState:
 
     @property
     def conversation(self) -> list[Item]:
-        """Items of the conversation, including the output."""
+        """Items of the conversation, including the output so far."""
         return [*self.asked.items, *self._items.items]
 
     @property
@@ -105,7 +106,7 @@ class ResponseState:
         return self._encode([self._about("created"), self._about(self.status)])
 
     def add(self, deltas: list[AnswerDelta], reason: str | None = None) -> bytes:
-        """Add output. ``reason`` is the finish reason if this is the last output."""
+        """Add output. ``reason`` is the finish reason if this is the last output, otherwise None."""
         events: list[Event] = []
         if self.status == "queued":
             self.status = "in_progress"

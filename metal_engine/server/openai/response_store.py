@@ -17,7 +17,7 @@ _CONTINUABLE = ("completed", "incomplete")
 
 @dataclass
 class _Stored:
-    """A response, and its number of characters including its conversation and its events."""
+    """A response, and the number of characters of the response, its conversation and its stored events."""
 
     state: ResponseState
     size: int
@@ -26,15 +26,15 @@ class _Stored:
 class ResponseStore:
     """Recent responses, in memory. Thread-safe.
 
-    If there are too many responses or characters, the least recently used responses are dropped. Unfinished responses
-    are never dropped.
+    If there are too many responses or characters, the least recently used finished responses are dropped. Unfinished
+    responses are never dropped.
 
     Args:
         max_responses: maximum number of responses.
         max_characters: maximum number of characters of all responses, their conversations and their events.
 
     Attributes:
-        num_dropped: number of dropped responses by model.
+        num_dropped: number of dropped responses by model, without responses that clients deleted.
     """
 
     def __init__(self, max_responses: int, max_characters: int = 1 << 26) -> None:
@@ -51,7 +51,7 @@ class ResponseStore:
     def put(self, state: ResponseState) -> None:
         """Store a finished response. Drop the least recently used responses if necessary.
 
-        A response that is larger than the store is dropped itself, after all other finished responses.
+        If the response alone exceeds a limit of the store, it is dropped, too, after all other finished responses.
         """
         with self._lock:
             self._add(state)
@@ -76,14 +76,14 @@ class ResponseStore:
                 raise overloaded("responses in the background fill its memory (setting max-stored-responses)")
 
     def grow(self, response_id: str, num_characters: int) -> bool:
-        """Count more characters of a response in the background. If necessary, drop the least recently used responses.
+        """Count more characters of a response in the background. If necessary, drop other finished responses.
 
         Args:
-            response_id: id of the response. It is not dropped itself.
+            response_id: id of the response. It is not dropped itself. If it is not stored, its characters do not count.
             num_characters: number of additional characters. Negative for dropped events.
 
         Returns:
-            False if the store is still too large.
+            True if the store is within its limits now. False if it is still too large.
         """
         with self._lock:
             if response_id in self._stored:

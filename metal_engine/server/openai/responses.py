@@ -33,15 +33,15 @@ MAX_ITEMS = 1 << 14
 def read_request(
     body: ResponsesBody, earlier: list[Item], num_earlier_characters: int
 ) -> tuple[ChatCompletionBody, AskedResponse]:
-    """Convert a request to a chat, and to the data for its response.
+    """Convert a request to a chat, and to the :class:`AskedResponse` with the other data of the request.
 
     Args:
         earlier: items of the conversation up to ``previous_response_id``, including that response.
         num_earlier_characters: number of characters of the response with the id ``previous_response_id``.
 
     Raises:
-        APIError: :func:`to_chat` failed, the fields that the response repeats are too large, or the conversation has
-            too many items.
+        APIError: status 400. :func:`to_chat` failed, the fields that the response repeats are too large, or the
+            conversation has too many items.
     """
     repeated = {name: value for name, value in body.model_dump(include=_REPEATED).items() if value is not None}
     repeated |= {"text": {"format": {"type": "text"}}}
@@ -69,17 +69,17 @@ def read_request(
 
 
 def responses_error(error: APIError) -> bytes:
-    """Return the event for an error that occurs before the response is created."""
+    """Return the only event of a stream whose request failed before the response was created."""
     fields = {"code": error.code or "server_error", "message": error.message, "param": error.param}
     return named_sse({"type": "error", **fields, "sequence_number": 0})
 
 
 class ResponsesEndpoint(BaseChatEndpoint):
-    """Responds with output items. The events of a stream report how each item grows.
+    """Endpoint ``/v1/responses``. A response has output items. The events of a stream report each item's growth.
 
     Args:
         store: store for the finished response. A response in the background is in the store already.
-        state: state of the response.
+        state: state of the response. Its model becomes the name of ``served``.
     """
 
     id_prefix = ID_PREFIX

@@ -128,10 +128,10 @@ _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user
 def to_chat(body: ResponsesBody, earlier: list[Item]) -> tuple[ChatCompletionBody, list[Item]]:
     """Convert a request to a chat. Return the chat, and the items of the conversation including the request's input.
 
-    The instructions apply to this request only, and are not an item.
+    The instructions are part of the chat, but not of the items, because they apply to this request only.
 
     Args:
-        earlier: items of the conversation up to ``previous_response_id``.
+        earlier: items of the conversation up to ``previous_response_id``, including that response's output.
 
     Raises:
         APIError: status 400, naming the field at fault.
@@ -164,7 +164,10 @@ def to_chat(body: ResponsesBody, earlier: list[Item]) -> tuple[ChatCompletionBod
 
 
 def _tools(tools: list[ResponseTool]) -> list[dict[str, Any]]:
-    """Convert tools to functions of a chat. Functions in a namespace get their full names."""
+    """Convert tools to functions of a chat. Functions in a namespace get their names from :func:`full_name`.
+
+    Raises APIError, a 400, for a tool that is not a function, and for a missing name in a namespace.
+    """
     functions = []
     for i, tool in enumerate(tools):
         if tool.type != "namespace":
@@ -188,7 +191,7 @@ def _function(place: str, tool: ResponseTool) -> dict[str, Any]:
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Return the model's name of a function: ``name``, with the namespace as a prefix if there is one."""
+    """Return the name of a function for the model, e.g. ``files__read`` for ``read`` in the namespace ``files``."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
@@ -226,7 +229,7 @@ def input_messages(given: str | list[Item], earlier: Sequence[Item] = ()) -> lis
 
     Args:
         given: input of the request.
-        earlier: valid items before it.
+        earlier: items of the conversation before the input. They come from a stored response, so they are valid.
 
     Raises:
         APIError: status 400, for an item that cannot be part of a chat.
@@ -275,7 +278,7 @@ def _add_item(messages: list[Message], item: dict[str, Any], place: str) -> None
 def _assistant(messages: list[Message], fresh: str | None = None) -> Message:
     """Return the assistant's current message.
 
-    Start a new message if the last one is not from the assistant, or already has the field that ``fresh`` names.
+    Append a new message if the last message is not from the assistant, or already has a value in the field ``fresh``.
     """
     last = messages[-1] if messages else {"role": ""}
     if last["role"] != "assistant" or (fresh is not None and last.get(fresh) is not None):

@@ -33,10 +33,10 @@ def template_messages(
     """Return messages for :meth:`metal_engine.text.tokenizer.Tokenizer.apply_chat_template`.
 
     Args:
-        instructions: additional text for the system message.
-        tokenizer: tokenizer with the chat template. If the template does not support calls, calls and their results
-            become text.
-        parser: parser of the model's own format of calls, if there is one.
+        instructions: additional text for the system message; None for no text.
+        tokenizer: tokenizer with the chat template. If the template does not support tool calls, calls and their
+            results become text.
+        parser: parser of the model's own format of calls, in which calls are then written. None if it is unknown.
 
     Raises:
         APIError: status 400, for missing or unsupported content, for arguments of calls that are too complex, or for a
@@ -67,7 +67,10 @@ _NOT_FOR_TEMPLATES = frozenset(
 
 
 def template_kwargs(body: ChatCompletionBody, options: ReasoningOptions, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the template's variables: ``chat_template_kwargs``, the reasoning effort, and reasoning on or off.
+    """Return the variables of the chat template.
+
+    These are the client's ``chat_template_kwargs``, the reasoning effort, and the switches that turn reasoning on or
+    off. The last two are set only if the template uses them, and never override the client's variables.
 
     Raises:
         APIError: status 400, for a reserved name in ``chat_template_kwargs``.
@@ -86,7 +89,7 @@ def template_kwargs(body: ChatCompletionBody, options: ReasoningOptions, tokeniz
 
 
 def ignores_effort(options: ReasoningOptions, tokenizer: Tokenizer) -> bool:
-    """Return True if a request has a reasoning effort that cannot reach the chat template."""
+    """Return True if a request has a reasoning effort, and the chat template has no variable about reasoning."""
     asks = options.effort not in (None, "none")
     return asks and not any(map(tokenizer.template_mentions, ("reasoning_effort", *REASONING_SWITCHES)))
 
@@ -112,8 +115,8 @@ def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
 def _with_calls_as_text(messages: list[dict[str, Any]], parser: ToolParser | None) -> list[dict[str, Any]]:
     """Return messages for a template that supports neither calls nor results. Changes the given messages.
 
-    Results become user messages. User text after a result is joined to it, because some templates require alternating
-    roles. Raises as :func:`_written`.
+    Results become user messages. User text after a result is joined to the result, because some templates require
+    alternating roles. Raises as :func:`_written`.
     """
     result: list[dict[str, Any]] = []
     results: list[Content] = []
@@ -161,7 +164,7 @@ def _template_message(index: int, message: ChatMessage, arguments: ContentLimits
     """Convert one message.
 
     Args:
-        arguments: limits for parsing the arguments of calls to objects; None to leave calls unchanged.
+        arguments: limits on the arguments of calls, which are parsed to objects. None to leave calls unchanged.
 
     Raises:
         APIError: status 400, for missing or unsupported content, or for arguments that exceed the limits.
@@ -215,7 +218,7 @@ def _content(index: int, content: str | list[ContentPart]) -> Content:
 def _tool_call(call: dict[str, Any], limits: ContentLimits) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, which templates expect. Clients send a string.
 
-    A call without valid JSON arguments is returned unchanged.
+    A call is returned unchanged if its arguments are not a string, or not valid JSON.
 
     Raises:
         APIError: status 400, for arguments that exceed the limits.

@@ -59,7 +59,7 @@ _HISTOGRAMS: dict[str, tuple[str, Callable[[EngineMetrics], Histogram]]] = {
 class ServerMetrics:
     """Metrics of one server for ``/metrics``.
 
-    Every series has the model's name in the API as a label.
+    Every series has the label ``model_name``, the model's name in the API, except the series about the process.
     """
 
     def __init__(self, models: ModelProvider) -> None:
@@ -78,11 +78,11 @@ class ServerMetrics:
         self._registry.register(collector)
 
     def reject(self, status: int, code: str | None, model: str | None = None) -> None:
-        """Count a rejected request under the reason that follows from its status. Ignores statuses without a reason.
+        """Count a rejected request under a reason of ``REJECTIONS``. Do nothing for a status without a reason.
 
         Args:
-            status: HTTP status of the error.
-            code: code of the error, which is the reason for status 503.
+            status: HTTP status of the response. It determines the reason, except for 503.
+            code: code of the error. For status 503, it is the reason.
             model: name of the request's model; None if the model was not determined.
         """
         reason = code if status == 503 and code in ("overloaded", "shutting_down") else _BY_STATUS.get(status)
@@ -209,7 +209,7 @@ class _EngineReader:
         yield self._info()
 
     def _loads(self) -> Iterator[Metric]:
-        """Yield the metrics that load balancers use, also under vLLM's own names, which they expect."""
+        """Yield the metrics that load balancers use, under this server's names and under vLLM's names."""
         stats = self._engine.stats
         usage = stats.num_used_blocks / stats.num_blocks
         for prefix in (PREFIX, VLLM_PREFIX):

@@ -36,7 +36,12 @@ def add_registry_routes(app: FastAPI, models: MultiModel, created: int) -> None:
 
 
 def add_loading_routes(app: FastAPI, models: MultiModel, discover: Discover, created: int) -> None:
-    """Add routes with which every authorized client can load and unload models."""
+    """Add the routes ``/v1/models/load`` and ``/v1/models/unload``.
+
+    Args:
+        discover: function that finds a model that is not registered. The route then registers and loads the model.
+        created: Unix time for the field ``created`` of models.
+    """
 
     @app.post("/v1/models/load", tags=["models"])
     async def load_model(body: LoadBody) -> RegistryCard:

@@ -42,7 +42,10 @@ WITHOUT_KEY = "metal_engine.without_key"
 
 
 def get_and_head(app: FastAPI, path: str, **options: Any) -> Callable[[EndpointT], EndpointT]:
-    """Return a decorator that adds an endpoint for GET, and for HEAD, which probes send. The schema has only GET."""
+    """Return a decorator that adds an endpoint for GET and HEAD. The OpenAPI schema has only GET.
+
+    Probes send HEAD. ``options`` are arguments of :meth:`FastAPI.get`.
+    """
 
     def add(endpoint: EndpointT) -> EndpointT:
         app.get(path, **options)(endpoint)
@@ -85,7 +88,7 @@ def _add_single_model_routes(app: FastAPI, served: ServedModel, created: int) ->
 
 
 def add_docs(app: FastAPI, models: ModelProvider) -> None:
-    """Add the page that describes the API."""
+    """Add the page that describes the API, at ``/docs`` and ``/redoc``."""
 
     # /redoc is the address of FastAPI's other documentation page.
     @get_and_head(app, "/docs", include_in_schema=False)
@@ -104,8 +107,8 @@ def _docs(app: FastAPI) -> bytes:
 def _may_see_names(request: Request) -> bool:
     """Return True if the client may see parameter names from other clients' requests.
 
-    If the server has a key, the client must have sent the key. Otherwise, the client must be on this machine. A client
-    of a Unix socket does not count as local, because its address is unknown.
+    If the server has a key, the client must have sent the key. Otherwise, the client must connect from a loopback
+    address. A client of a Unix socket does not count as local, because its address is unknown.
     """
     without_key = request.scope.get(WITHOUT_KEY)
     if without_key is not None:

@@ -25,7 +25,10 @@ class StatsLog:
         return time.monotonic(), m.num_prompt_tokens, m.num_generation_tokens, m.num_cache_queries, m.num_cache_hits
 
     def line(self) -> str | None:
-        """Return a line about the activity since the last call; None if the engine was and is idle."""
+        """Return a line about the activity since the last call.
+
+        Returns None if no tokens were computed since then, and no request runs or waits.
+        """
         stats, waiting = self._engine.stats, self._engine.num_waiting
         last, self._last = self._last, self._totals()
         seconds, num_prompt, num_generated, queries, hits = map(operator.sub, self._last, last)
@@ -41,7 +44,7 @@ class StatsLog:
 
 
 async def log_stats(models: ModelProvider, interval: float) -> None:
-    """Log a line for each loaded model every ``interval`` seconds, forever.
+    """Log a line for each loaded model every ``interval`` seconds, until it is cancelled. Skip idle models.
 
     If the server has several models, a line begins with the model's name.
     """
