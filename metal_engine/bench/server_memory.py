@@ -13,8 +13,8 @@ _LOCAL = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 def server_peak_bytes(base_url: str) -> int | None:
     """Return the peak resident size of the process that listens at ``base_url``, with its children, in bytes.
 
-    Returns None if the server is on another machine, or the system does not report it, such as macOS. The peaks of
-    several processes are added, although they may have been at different times.
+    Returns None for a server on another machine, and on systems without ``/proc``, such as macOS. The peaks of several
+    processes are added, although the peaks may have been at different times.
     """
     url = urlsplit(base_url)
     if url.hostname not in _LOCAL or not Path("/proc/net/tcp").exists():

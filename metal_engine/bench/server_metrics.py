@@ -74,7 +74,7 @@ def parse_counts(text: str) -> SpecDecodeCounts | None:
 
 
 def parse_kv_cache_dtype(text: str, model: str) -> str | None:
-    """Return the type of the KV cache, such as ``int8``; None if the metrics do not have it.
+    """Return the type of the KV cache, such as ``int8``; None if the server does not report the type.
 
     Args:
         text: metrics in Prometheus format.

@@ -120,7 +120,7 @@ def loads(body: bytes, **options: Any) -> Any:
         options: keyword arguments for :func:`json.loads`.
 
     Raises:
-        TooComplexError: the body exceeds one of this module's limits. Bodies of up to ``ALWAYS_SMALL_BYTES`` have none.
+        TooComplexError: the body is larger than ``ALWAYS_SMALL_BYTES``, and exceeds one of this module's limits.
         UnicodeError: the body has text that is not valid Unicode.
         ValueError, RecursionError: as :func:`json.loads`.
     """

@@ -273,7 +273,7 @@ def run_registry(
 ) -> int:
     """Serve several models until a signal arrives, then shut them down.
 
-    For the result, the errors and the end of the process, see :func:`run_server`. Also raises the exceptions of
+    The result, the exceptions and the end of the process are as in :func:`run_server`. Also raises the exceptions of
     ``prepare``.
 
     Args:

@@ -128,7 +128,7 @@ class Workers:
     async def run_if_large(self, num_bytes: int, work: Callable[..., T], *args: object) -> T:
         """Return ``work(*args)``. Run it in a thread if ``num_bytes`` exceeds ``ALWAYS_SMALL_BYTES``.
 
-        Otherwise, run it in the event loop, where it must take at most 10 ms. Raises as :meth:`run`.
+        Work on fewer bytes runs in the event loop. It must take at most 10 ms. Raises as :meth:`run`.
         """
         return work(*args) if num_bytes <= ALWAYS_SMALL_BYTES else await self.run(Weight.of(num_bytes), work, *args)
 

@@ -209,8 +209,8 @@ _MAX_ROWS_WITH_DRAFTS = 64
 class SchedulerConfig:
     """Limits of the scheduler. Token limits apply to a step, sequence limits to any point in time.
 
-    docs/tuning.md describes the fields after ``max_model_len``. With the defaults of this class, one prompt at a time
-    may be prefilled in parts, and attention work is not limited.
+    docs/tuning.md describes the fields after ``max_model_len``. By default, one prompt at a time may be prefilled in
+    parts, and attention work is not limited.
     """
 
     max_num_batched_tokens: int
@@ -238,7 +238,7 @@ class SchedulerConfig:
 
     @property
     def max_sample_rows(self) -> int:
-        """Maximum number of rows of a step that sample. A request samples in one row, and in one more for each draft."""
+        """Maximum number of rows of a step that sample. A request has one such row, and one more for each draft."""
         if self.speculative is None:
             return self.max_num_seqs
         num_rows = self.max_num_seqs * (1 + self.speculative.num_speculative_tokens)
@@ -280,8 +280,8 @@ class AttentionLayers:
     Attributes:
         metal: number of layers whose attention our Metal kernel computes.
         portable: number of layers whose attention MLX's operations compute.
-        not_covered: reasons why some layers do not use the kernel; empty if all layers use it, or if it was not
-            requested.
+        not_covered: reasons why some layers do not use the kernel. Empty if all layers use the kernel, or the kernel
+            was not requested.
         tuning: description of the choices of attention tuning; empty without tuning.
         tuned: names of the choices that differ from the default.
         tensor_ops: state of Metal's tensor operations with the reason; empty if the GPU lacks them.

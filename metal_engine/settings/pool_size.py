@@ -162,7 +162,7 @@ def _raise_flag(args: EngineArgs, device: DeviceInfo) -> str:
 
 
 def _available(args: EngineArgs, pool_bytes: int, model: ModelInfo, step_bytes: int) -> str:
-    """Return the part of a message that says how much memory there is for the KV cache, and why."""
+    """Return a part of error messages: the memory that is available for the KV cache, and the reason."""
     available = format_size(max(pool_bytes, 0))
     if args.kv_cache_memory_bytes is not None:
         return f"{available} are given"

@@ -76,5 +76,5 @@ class RankArgs(SettingsBase):
 
     @property
     def ranks_flag(self) -> str:
-        """Flag to name in messages: the tensor-parallel size if it is more than 1, else the pipeline-parallel size."""
+        """Flag that sets the number of ranks: ``TENSOR`` if that size is more than 1, otherwise ``PIPELINE``."""
         return TENSOR if self.tensor_parallel_size > 1 else PIPELINE

@@ -174,8 +174,8 @@ def _output_format(body: CountTokensBody) -> OutputFormat | None:
 def _thinking_budget(body: CountTokensBody) -> int | None:
     """Return the maximum number of reasoning tokens; None for no limit.
 
-    Raises APIError, a 400, if the budget is less than 1 or not less than ``max_tokens``. Also if there is a budget and
-    the type of ``thinking`` is not ``enabled``.
+    Raises APIError, a 400, for a budget of less than 1 or at least ``max_tokens``, and for any budget if the type of
+    ``thinking`` is not ``enabled``.
     """
     thinking = body.thinking
     if thinking is None or thinking.budget_tokens is None:

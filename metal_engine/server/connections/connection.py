@@ -207,8 +207,8 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, error: APIError) -> None:
         """Stop reading requests, respond with an error, and close the connection.
 
-        If an earlier response is incomplete, the connection closes after that response, and no error is sent. If the
-        response to this request has begun, the connection closes at once.
+        No error is sent in two cases. If an earlier response is incomplete, the connection closes after that response.
+        If the response to this request has begun, the connection closes immediately.
         """
         self._refused = True
         if len(self._unanswered) > (self._phase == "body"):

@@ -59,7 +59,7 @@ class Connections:
         """Add a new connection. If all places are taken, evict the connection that has waited longest.
 
         If no connection waits, the new connection gets a spare place, and ``is_spare`` becomes True. Returns False if
-        there is no place yet. The caller must then try again later.
+        the connection was not added, because all places are in use. The caller must then try again later.
         """
         if len(self._open) - self._num_spare >= self._limits.max_connections:
             connection.is_spare = not self._waiting

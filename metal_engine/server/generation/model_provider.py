@@ -90,7 +90,7 @@ class ModelProvider(ABC):
     @property
     @abstractmethod
     def error(self) -> BaseException | None:
-        """Error with which the engine of the only model has ended for good; None while it works.
+        """Error that ended the engine of the only model; None while the engine runs or restarts.
 
         Always None with several models.
         """

@@ -21,9 +21,9 @@ _OF_CONTAINERS = ("host.docker.internal", "host.containers.internal")
 def checks_hosts(args: ServerArgs) -> bool:
     """Return True if the server must check the ``Host`` header of requests.
 
-    The check stops DNS rebinding: a web page makes its own host name resolve to this machine. With a key or TLS, or
-    on a Unix socket, the check is not needed: the page lacks the key, a certificate for its name, or access to the
-    socket.
+    The check stops DNS rebinding: a web page makes its own host name resolve to this machine. The check is
+    not needed with a key or TLS, or on a Unix socket: the page lacks the key, a certificate for its name, or access to
+    the socket.
     ``--allowed-hosts`` turns the check on in every case. ``--allowed-hosts '*'`` turns it off.
     """
     if args.allowed_hosts:

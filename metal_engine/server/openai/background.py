@@ -1,4 +1,4 @@
-"""Responses in the background, which go on after their client has disconnected, until they end or are cancelled."""
+"""Responses in the background. They continue after the client that requested them has disconnected."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Run:
     task: asyncio.Task[None] = field(init=False)
 
     async def cancel(self) -> None:
-        """Cancel the response, and wait for its end. Returns at once if it has ended."""
+        """Cancel the response, and wait until its task has ended. No effect on a finished response."""
         self.task.cancel()
         await asyncio.wait([self.task])
 

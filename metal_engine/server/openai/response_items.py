@@ -27,7 +27,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 class ResponseItems:
     """Output items, built from deltas. Methods that change them return the events about the changes.
 
-    At most one item is open, which means that it can still grow: the last one.
+    Only the last item can be open. Text and arguments are added to the open item.
 
     Args:
         namespaces: map from the full name of a function in a namespace to the pair (namespace, name in that namespace).

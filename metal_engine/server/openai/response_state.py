@@ -56,7 +56,7 @@ class ResponseState:
 
     Args:
         asked: data of the request.
-        model: name of the model. Empty if it is not known yet. :class:`ResponsesEndpoint` then sets it.
+        model: name of the model, or an empty text until :class:`ResponsesEndpoint` sets it.
 
     Attributes:
         status: OpenAI's status. A response in the background is ``queued`` until its first output, and any other

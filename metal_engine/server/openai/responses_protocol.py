@@ -128,7 +128,7 @@ _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user
 def to_chat(body: ResponsesBody, earlier: list[Item]) -> tuple[ChatCompletionBody, list[Item]]:
     """Convert a request to a chat. Return the chat, and the items of the conversation including the request's input.
 
-    The instructions are part of the chat, but not of the items, because they apply to this request only.
+    The chat begins with the instructions. The items lack them, because instructions apply to one request only.
 
     Args:
         earlier: items of the conversation up to ``previous_response_id``, including that response's output.
@@ -229,7 +229,7 @@ def input_messages(given: str | list[Item], earlier: Sequence[Item] = ()) -> lis
 
     Args:
         given: input of the request.
-        earlier: items of the conversation before the input. They come from a stored response, so they are valid.
+        earlier: items of the stored conversation before the input, which are valid.
 
     Raises:
         APIError: status 400, for an item that cannot be part of a chat.
