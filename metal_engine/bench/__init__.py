@@ -1,1 +1,1 @@
-"""``metal-engine bench``: measures a server or an engine in this process."""
+"""``metal-engine bench``: measures a server, or an engine that the command runs in its own process."""

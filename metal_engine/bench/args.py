@@ -1,4 +1,4 @@
-"""Settings of the ``bench`` commands. A setting that vLLM's benchmarks also have has the same name there."""
+"""Settings of the ``bench`` commands. Settings of vLLM's benchmarks keep their names."""
 
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ class BenchServeArgs(WorkloadArgs):
 
     @property
     def percentile_values(self) -> tuple[float, ...]:
+        """Values of ``--percentiles``, from 0 to 100. Raises ConfigError if one is invalid."""
         try:
             values = tuple(float(p) for p in self.percentiles)
         except ValueError:
@@ -105,7 +106,10 @@ class BenchServeArgs(WorkloadArgs):
 
     @property
     def goodput_limits(self) -> dict[str, float]:
-        """Maximum of each metric for a good request, in milliseconds. Raises ConfigError if the flag is invalid."""
+        """Limits of ``--goodput`` by metric, in milliseconds, e.g. ``{"ttft": 500.0}``; empty without the flag.
+
+        Raises ConfigError if the flag is invalid.
+        """
         limits = {}
         for one in self.goodput:
             name, _, value = one.partition(":")

@@ -1,4 +1,7 @@
-"""Requests of the benchmarks and their arrival times: prompts of exact lengths drawn from a seed, or from a file."""
+"""Creates the requests of the benchmarks, and their arrival times.
+
+Prompts are random texts of exact lengths, which depend on a seed, or they come from a file.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request.
+    """One request of a benchmark.
 
     Attributes:
         prompt: text of the prompt.
         output_len: number of output tokens to request.
         prompt_len: number of tokens of the prompt's text; None if they were not counted.
         messages: messages to send to the chat endpoint instead of the prompt.
-        images: data URLs of images before the text of the last message.
+        images: data URLs of images. They come before the text of the last message.
     """
 
     prompt: str

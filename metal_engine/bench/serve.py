@@ -74,7 +74,9 @@ def check_extra_body(args: BenchServeArgs) -> None:
 
 
 async def find_model(args: BenchServeArgs) -> str:
-    """Return the model to request, once the server responds.
+    """Wait until the server responds. Return the name of the model to request.
+
+    It is ``--model``, or the first model that the server lists.
 
     Raises:
         ConfigError: the server does not respond within ``--ready-timeout``, refuses the request with a status 4xx, or

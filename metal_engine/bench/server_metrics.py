@@ -36,12 +36,12 @@ class SpecDecodeCounts:
 
     @property
     def acceptance_rate(self) -> float:
-        """Percentage of the proposed tokens that were accepted."""
+        """Percentage of the proposed tokens that were accepted; 0 without proposals."""
         return 100 * self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def acceptance_length(self) -> float:
-        """Average number of tokens that a request with drafts got in a step."""
+        """Average number of tokens that a request with drafts got in a step; 1 without drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     def since(self, before: SpecDecodeCounts | None) -> SpecDecodeCounts:

@@ -1,4 +1,4 @@
-"""Tokenizer of the client: counts prompt tokens, and makes prompts of an exact length. Does not load MLX."""
+"""Tokenizer of the benchmark client, which counts prompt tokens and has words for random prompts. Does not load MLX."""
 
 from __future__ import annotations
 

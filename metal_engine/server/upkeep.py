@@ -66,10 +66,11 @@ def release_idle_memory(release_memory: ReleaseMemory, pressure: MemoryPressure)
 
 
 async def run_upkeep(lifecycle: Lifecycle, workers: Workers, release_memory: ReleaseMemory) -> None:
-    """Once a second, adapt the number of BLAS threads, and return memory if it is time. Runs until it is cancelled.
+    """Do the periodic work of the server once a second, until cancelled.
 
-    Returns freed memory to the system, and releases memory of idle models under memory pressure. Logs an error once,
-    until it changes or the work succeeds.
+    Adapts the number of BLAS threads. Under memory pressure, releases the memory of idle models. Returns freed memory
+    to the system at the start, and when :meth:`FreedMemory.is_due` returns True. An error is logged once, until it
+    changes or the work succeeds.
     """
     memory, threads = FreedMemory(lifecycle, workers), blas_threads()
     await asyncio.to_thread(give_back_freed_memory)  # memory that loading freed

@@ -179,9 +179,9 @@ class SpeculativeConfig:
 
     Attributes:
         method: ``ngram`` proposes the tokens that followed an earlier occurrence of the last tokens, in the prompt or
-            output. ``draft_model`` proposes the tokens of a smaller model. ``mtp`` proposes as ``ngram`` does, or else
-            the tokens of the model's draft head. ``auto`` stands for ``mtp`` if there is a usable draft head, and else
-            for ``ngram``; an engine's configuration has the chosen method.
+            output. ``draft_model`` proposes the tokens of a smaller model. ``mtp`` proposes the tokens of the model's
+            draft head, or of ``ngram`` while these are accepted at least as often. ``auto`` stands for ``mtp`` if there
+            is a usable draft head, otherwise for ``ngram``. An engine's configuration has the chosen method.
         num_speculative_tokens: maximum number of drafts of a request in a step.
         prompt_lookup_max: maximum number of last tokens to compare.
         prompt_lookup_min: minimum number of last tokens that must match.

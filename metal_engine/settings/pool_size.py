@@ -79,7 +79,9 @@ def pool_size(
     step_bytes: int,
     num_padding_blocks: int = 0,
 ) -> PoolSize:
-    """Divide the memory that remains beside weights and a step between states and KV.
+    """Divide the memory of the pools between recurrent states and the KV cache.
+
+    The pools get the memory that the weights and a step leave, unless ``args`` give their size.
 
     Args:
         step_bytes: memory of the largest step in bytes, with the memory for images; 0 if unknown.
@@ -144,7 +146,10 @@ def _num_blocks(
 
 
 def _pool_bytes(args: EngineArgs, model: ModelInfo, device: DeviceInfo, step_bytes: int) -> int:
-    """Return the memory for the KV cache and recurrent states in bytes."""
+    """Return the memory for the KV cache and recurrent states in bytes.
+
+    The result is negative if the weights and a step exceed the memory budget.
+    """
     if args.kv_cache_memory_bytes is not None:
         return args.kv_cache_memory_bytes
     if device.kind == "cpu":

@@ -129,7 +129,7 @@ class ExpectedSizes:
 def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> ExpectedSizes:
     """Return sizes that are known before the weights are read, for a model without a draft model.
 
-    ``kv_bytes`` includes the memory of a step, which is not known yet. On a GPU, the KV cache becomes smaller.
+    The memory of a step is not subtracted from ``kv_bytes``. On a GPU, the KV cache therefore becomes smaller.
 
     Raises:
         ConfigError: as :func:`resolve_config`.

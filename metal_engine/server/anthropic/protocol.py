@@ -277,7 +277,10 @@ def _with_error(content: str | list[Part]) -> str | list[Part]:
 
 
 def _content(blocks: list[tuple[dict[str, Any], str]]) -> str | list[Part]:
-    """Convert blocks, each with its path in the request, to a text, or to parts if there are images.
+    """Convert content blocks to one text, or to a list of parts if there are images.
+
+    Args:
+        blocks: pairs of a block and its path in the request.
 
     Raises:
         APIError: status 400, for an invalid image.

@@ -41,7 +41,9 @@ def add_anthropic_routes(app: FastAPI, models: ModelProvider, runner: ResponseRu
 
 
 def _tokens(served: ServedModel, body: protocol.CountTokensBody) -> tuple[list[int], list[ImageSource]]:
-    """Return the token ids of a conversation without the tokens of its images, and the sources of the images.
+    """Return the token ids of a conversation, and the sources of its images.
+
+    The token ids have a placeholder in place of each image.
 
     Raises:
         APIError: status 400, for a request that cannot be a prompt.

@@ -117,7 +117,7 @@ class Generation:
     Attributes:
         reservation: reserved queue places, one for each sequence.
         requests: one prepared request for each prompt. All have the same parameters.
-        timeout: maximum duration in seconds; 0 for no limit.
+        timeout: maximum duration in seconds, from the start of :meth:`outputs`; 0 for no limit.
         echoes: text of each prompt; None if the response does not repeat the prompts.
         is_echo_only: True if the client wants only the prompts' texts.
         shows_prompt_logprobs: True if the response contains the prompts' log probabilities.

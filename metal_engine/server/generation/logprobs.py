@@ -163,7 +163,7 @@ def _finite(logprob: float) -> float:
 
 
 def _id_name(token_id: int) -> str:
-    """Return vLLM's name of a token for ``return_tokens_as_token_ids``."""
+    """Return a token as vLLM writes it with ``return_tokens_as_token_ids``, e.g. ``token_id:42``."""
     return f"token_id:{token_id}"
 
 

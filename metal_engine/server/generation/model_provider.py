@@ -160,7 +160,7 @@ class ModelProvider(ABC):
 
 
 class SingleModel(ModelProvider):
-    """The only model of a server."""
+    """Provider of the only model of a server."""
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
@@ -211,7 +211,7 @@ class SingleModel(ModelProvider):
 
 
 class MultiModel(ModelProvider):
-    """Models of a model registry."""
+    """Provider of the models of a :class:`ModelRegistry`, which are loaded and unloaded."""
 
     def __init__(self, registry: ModelRegistry, args: ServerArgs, workers: Workers) -> None:
         self.registry = registry

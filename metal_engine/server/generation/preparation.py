@@ -1,4 +1,4 @@
-"""Turns a request body into a generation. Contains the checks of all generating endpoints, and their interface."""
+"""Turns a request body into a generation, with the checks and the interface of all generating endpoints."""
 
 from __future__ import annotations
 

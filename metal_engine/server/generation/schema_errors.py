@@ -72,7 +72,10 @@ def with_place(
 
 
 def _schema_of(structured: StructuredOutputsParams) -> Any:
-    """Return the JSON schema of a structured output; True if it has no schema, or a schema that is not valid JSON."""
+    """Return the JSON schema of a structured output.
+
+    The result is True, the schema that accepts every value, if there is no schema or its text is not valid JSON.
+    """
     given = structured.json
     if isinstance(given, Mapping):
         return dict(given)

@@ -53,7 +53,8 @@ def _is_own(scope: Scope, allowed: Collection[str], is_read: bool) -> bool:
     if site is not None:
         return site in _OWN_SITES
     # Without TLS, browsers send Sec-Fetch-Site only to localhost. Over a network, a read must have the page's own
-    # header. Writes have a body, which must be JSON, and pages of other origins cannot send JSON.
+    # header. Pages of other origins can send neither JSON nor DELETE. The only other write that has an effect cancels a
+    # response, whose id is not known to such a page.
     is_browser = headers.get("user-agent", "").startswith("Mozilla/")
     return not (is_read and is_browser) or FROM_OWN_PAGE in headers
 

@@ -45,7 +45,11 @@ def details(served: ServedModel) -> ModelDetails:
 
 
 def listed(models: ModelProvider, started_at: str) -> list[ListedModel]:
-    """List every name of every model and LoRA adapter. For models that are not loaded, only the names are known."""
+    """List every name of every model and LoRA adapter. For models that are not loaded, only the names are known.
+
+    Args:
+        started_at: start time of the server in Ollama's format, for the field ``modified_at``.
+    """
     loaded = {name: served for served in models.loaded for name in served.all_names}
     return [_listed(name, loaded.get(name), started_at) for name in models.all_names]
 
@@ -63,7 +67,7 @@ def _listed(name: str, served: ServedModel | None, started_at: str) -> ListedMod
 
 
 def running(models: ModelProvider, started_at: str) -> list[RunningModel]:
-    """List every name of the loaded models and of their LoRA adapters."""
+    """List every name of the loaded models and of their LoRA adapters. ``started_at`` is as in :func:`listed`."""
     found = []
     for served in models.loaded:
         config = served.engine.config

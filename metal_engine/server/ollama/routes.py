@@ -101,7 +101,7 @@ async def _embed(pooling: PoolingRequest, body: protocol.OllamaEmbedBody, name: 
     """Return the response of ``/api/embed`` as JSON. ``name`` is the client's name of the model.
 
     Raises:
-        APIError: the inputs cannot be embedded.
+        APIError, EngineDeadError: as :func:`embed`. Status 500 for a vector with NaN or infinity.
     """
     started = time.monotonic()
     inputs = [body.input] if isinstance(body.input, str) else body.input or []

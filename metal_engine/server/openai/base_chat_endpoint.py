@@ -56,8 +56,8 @@ def without_billing_line(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
 
     Returns ``messages`` itself if there is no such line. The line differs in each request, so the prefix cache could
     not match anything after it. Claude Code sends it as the first block of the system text. Proxies that convert
-    requests from Anthropic's to OpenAI's API put it at the start of the first message. A message without other text is
-    removed, unless it is the only message.
+    requests from Anthropic's to OpenAI's API put it at the start of the first message. A first message without other
+    text is removed, unless the chat has no other message.
 
     Args:
         messages: at least one message, in the format of chat templates.
