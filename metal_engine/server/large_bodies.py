@@ -52,8 +52,8 @@ def in_turn(num_bytes: int, call: Callable[..., T], *args: Any) -> T:
     """Return ``call(*args)``, a call into C that processes ``num_bytes`` bytes and holds the GIL all the time.
 
     Calls that process at least ``_LONG_BYTES`` run one at a time. After each, there is a pause as long as the call, up
-    to ``_PAUSE_SECONDS``. The event loop requests the GIL again after each write to a socket. Without the pauses, a step
-    of 16 streams would wait for 16 calls of up to 0.15 s.
+    to ``_PAUSE_SECONDS``. The event loop requests the GIL again after each write to a socket. Without the pauses, a
+    step of 16 streams would wait for 16 calls of up to 0.15 s.
     """
     if num_bytes < _LONG_BYTES:
         return call(*args)
