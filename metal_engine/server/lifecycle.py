@@ -48,7 +48,7 @@ class Lifecycle:
     async def drain(self, timeout: float) -> None:
         """Reject new POST requests, and wait for those in flight. After ``timeout`` seconds, abort the remaining ones.
 
-        Requests that wait for a grammar or for their images get an error at once, because the engine lacks them.
+        Requests that wait for a grammar or for their images get an error at once. The engine has not begun them.
         """
         self.draining = True
         for end in self.at_drain:
