@@ -1,4 +1,4 @@
-"""Holds the requests that wait for admission, queued or loading KV from a store. Selects the next one to admit."""
+"""Holds the requests that wait for admission: queued, or loading KV from a store. Selects the next request to admit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Candidate:
     """Waiting request that may be admitted next.
 
     Attributes:
-        cached: blocks that hold a prefix of the request. A block that arrived from a store is None.
-        num_shared_tokens: number of leading tokens whose KV is cached, including tokens after the last cached recurrent
-            state. Always 0 for models without recurrent layers.
+        cached: blocks of the request's longest usable prefix. A None in the list is a block whose KV has arrived
+            from a store, but is not in the pool yet.
+        num_shared_tokens: number of leading tokens whose KV is in the pool, including tokens after the last state
+            checkpoint. Always 0 for models without recurrent layers.
     """
 
     request: Request
@@ -90,7 +91,7 @@ class Admissions:
             self._enqueue(request)
 
     def enqueue_loaded(self) -> None:
-        """Queue the requests whose loads have ended, completely or not. Each keeps its position in the order."""
+        """Queue the requests whose loads have ended, even if blocks are missing. They keep their positions."""
         if self._connector is None or not self.loading:
             return
         for request_id in self._connector.take_ended_loads():
@@ -112,13 +113,15 @@ class Admissions:
     def next(self, prefills: PrefillAllocator, running: Mapping[str, Request]) -> Candidate | None:
         """Return the request to admit next, or None if no request can be admitted now.
 
-        The caller removes the returned request from the queue. These requests are skipped:
+        The request stays in the queue until the caller calls :meth:`remove`. These requests are skipped, at most
+        ``_MAX_PASSED_OVER`` in one call:
 
         - long prompts while ``max_long_partial_prefills`` long prompts are in progress;
-        - requests with a prefix that a running prefill is about to compute. The request is parked until the prefix is
-          computed;
-        - suspects (:attr:`Request.is_suspect`) while another suspect runs. Each step has at most one suspect, so a
-          failed step shows which request is the cause.
+        - requests with a prefix that a running prefill is about to compute (:meth:`PrefixCache.find_owner`). They are
+          parked until the prefix is computed;
+        - suspects (:attr:`Request.is_suspect`) while another suspect runs. They are parked until the running suspect
+          has ended or has computed another token. Each step has at most one suspect, so a failed step shows which
+          request is the cause.
         """
         may_be_long = prefills.num_long < self._config.max_long_partial_prefills
         for _ in range(_MAX_PASSED_OVER):
@@ -153,7 +156,7 @@ class Admissions:
         return None if is_past and not self._states.writes_state_at(owner, num_common) else found
 
     def _find_cached(self, request: Request) -> list[Block | None]:
-        """Return the blocks that need not be computed. A block that arrived from a store is None."""
+        """Return the blocks that need not be computed. A None in the list is a block that has arrived from a store."""
         if self._connector is None:
             return self._prefix_cache.find(request)
         arrived = self._connector.arrived(request.request_id)

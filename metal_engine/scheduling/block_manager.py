@@ -16,8 +16,8 @@ class Block:
 
     Attributes:
         ref_cnt: number of block tables that contain the block.
-        block_hash: hash under which the prefix cache finds the block's contents; None if the block is not cached. The
-            hash outlives the last reference, until the block is reused.
+        block_hash: hash under which the prefix cache finds the block's contents; None if the block is not cached. A
+            block that no table contains keeps its hash until the block is reused.
     """
 
     block_id: int
@@ -26,17 +26,19 @@ class Block:
 
 
 class BlockManager:
-    """Block tables of all running requests over one pool, and the prefix cache in the same blocks.
+    """Block tables of all running requests, and the prefix cache. Both use the blocks of one pool.
 
     :meth:`register` makes a full block available under its hash, so that several tables may share it. When the last
-    table releases the block, it enters the free queue with its contents, and remains available until it is reused.
+    table releases the block, the block enters the free queue. Its contents remain available until the block is reused.
 
     Args:
         num_blocks: number of blocks in the pool.
         block_size: tokens per block.
 
     Attributes:
-        num_forgets: number of times that all cached prefixes were dropped.
+        num_free_blocks: number of blocks in no block table, including blocks that still hold a cached prefix.
+        peak_used_blocks: largest number of blocks that were in block tables at the same time.
+        num_forgets: number of calls of :meth:`forget_cached`.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -63,11 +65,11 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_held_tokens(self, request_id: str) -> int:
-        """Return the token capacity of the request's blocks."""
+        """Return the token capacity of the request's blocks; 0 for an unknown id."""
         return len(self._tables.get(request_id, ())) * self.block_size
 
     def block_ids(self, request_id: str) -> list[int]:
-        """Return the request's block table: physical block ids in logical order."""
+        """Return the request's block table: physical block ids in logical order; empty if it has no blocks."""
         return [block.block_id for block in self._tables.get(request_id, ())]
 
     def allocate(
@@ -77,11 +79,12 @@ class BlockManager:
 
         Args:
             reserve: number of blocks that must remain free afterwards.
-            cached: result of :meth:`find_cached`. A new table starts with these blocks; each None becomes a new block.
+            cached: result of :meth:`find_cached`, only for a request without blocks. Its table starts with these
+                blocks. Each None becomes a new block.
 
         Returns:
-            The ids of the added blocks, including the cached blocks. None, without any change, if there are too few
-            free blocks.
+            The ids of the added blocks, including the cached blocks; empty if the table is long enough already. None,
+            without any change, if there are too few free blocks.
         """
         table = self._tables.get(request_id)
         assert table is None or not cached, f"{request_id} has blocks already"
@@ -108,22 +111,23 @@ class BlockManager:
         return [block.block_id for block in new_blocks]
 
     def _take(self) -> Block:
-        """Return the next block to reuse, and drop its cached contents."""
+        """Remove the next block to reuse from the free queue, and return it. Its cached contents are dropped."""
         block, _ = self._free.popitem(last=False)
         self._forget(block)
         block.ref_cnt = 1
         return block
 
     def free(self, request_id: str) -> None:
-        """Free the request's blocks, last block first, so that later blocks are reused before earlier blocks.
+        """Release all blocks of the request. Unknown ids are ignored.
 
-        Blocks without a cached prefix are reused before all other blocks.
+        Blocks without a cached prefix are reused first. Of the request's blocks with a cached prefix, later blocks are
+        reused before earlier blocks: a block is useless without the blocks before it.
         """
         for block in reversed(self._tables.pop(request_id, ())):
             self._release(block)
 
     def trim(self, request_id: str, num_tokens: int) -> None:
-        """Free the blocks that the request's first ``num_tokens`` tokens do not occupy."""
+        """Release the blocks that the request's first ``num_tokens`` tokens do not occupy."""
         table = self._tables[request_id]
         for _ in range(len(table) - self.blocks_for(num_tokens)):
             self._release(table.pop())
@@ -143,7 +147,7 @@ class BlockManager:
         return block_hash in self._cached
 
     def is_known(self, block_id: int) -> bool:
-        """True if the block holds a cached prefix, whether or not a request uses it."""
+        """Return True if the block holds a cached prefix, whether or not a request uses the block."""
         return self._blocks[block_id].block_hash is not None
 
     def known_blocks(self, start: int, stop: int) -> list[int]:

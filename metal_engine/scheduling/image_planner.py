@@ -2,8 +2,8 @@
 
 A plan names the images to encode and the features to drop, so all ranks agree. An image is encoded as a whole before
 the first of its tokens is computed, even if a chunk ends within it. A chunk must not end within an image whose tokens
-attend to each other (:func:`last_cut`, :func:`next_cut`). Features stay while a running request still has to
-compute tokens of the image. Later, the least recently used features are dropped for other images.
+attend to each other (:func:`last_cut`, :func:`next_cut`). The features of an image stay while a running request claims
+the image. Features of unclaimed images are dropped for other images, the least recently used first.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from metal_engine.step import ImageToEncode, SchedulerOutput
 
 
 class ImagePlanner:
-    """Image features for the running requests.
+    """Image features that the runner keeps for the running requests.
 
     A claim keeps the features of an image for a request. A request claims its images in order, only as far as the next
-    step may compute their tokens. It releases an image when the plans have computed the image's tokens. A request that
-    must wait for features has no claims at all.
+    step may compute their tokens. It releases an image once plans cover all tokens of the image. A request that must
+    wait until features fit has no claims at all.
 
     Args:
         config: limits on encoded and kept features.
@@ -62,13 +62,13 @@ class ImagePlanner:
     # --- limits of a chunk ----------------------------------------------------------------------------------
 
     def can_start(self, request: Request, num_computed: int, *, whole: bool = False) -> bool:
-        """Return True if the features that a request's next tokens need fit into the step being planned.
+        """Return True if the step being planned can provide the image features for the next chunk of a request.
 
-        Claims no images.
+        The chunk is the smallest possible chunk. Claims no images.
 
         Args:
             num_computed: number of the request's computed tokens.
-            whole: True if the step is to compute all remaining tokens of the request.
+            whole: True if the chunk consists of all remaining tokens of the request instead.
         """
         if request.images is None:
             return True
@@ -79,10 +79,11 @@ class ImagePlanner:
     def max_chunk_tokens(self, request: Request, num_computed: int) -> int:
         """Claim the images in the next chunk of a running request. Return how many tokens the chunk may have.
 
-        The chunk ends before the first image whose features do not fit into this step. An image that the chunk does not
-        reach after all is still encoded in this step.
+        The chunk ends before the first image whose features do not fit into this step. Every claimed image is encoded
+        in this step, even if the chunk turns out shorter and does not reach the image.
 
-        Returns 0, and releases all images of the request, if the features for the smallest possible chunk do not fit.
+        Returns ``request.num_tokens``, which limits nothing, if the features of all images within reach fit. Returns 0,
+        and releases all images of the request, if the features for the smallest possible chunk do not fit.
         """
         if request.images is None:
             return request.num_tokens
@@ -100,10 +101,10 @@ class ImagePlanner:
         return request.num_tokens
 
     def _fits(self, images: Iterable[PromptImage], *, whole: bool = False) -> bool:
-        """Return True if this step can encode the missing features of some images.
+        """Return True if this step can encode the missing images among ``images``: their features are not kept.
 
-        The first images of a step may together exceed ``max_num_encoder_tokens``, because two images may share a block.
-        With ``whole``, this limit always applies. The limit on kept features always applies.
+        The first images that a step encodes may exceed ``max_num_encoder_tokens``: even the smallest possible chunk may
+        contain several images. With ``whole``, this limit always applies. The limit on kept features always applies.
         """
         sizes = {image.content_hash: image.num_features for image in images}
         num_missing = sum(size for key, size in sizes.items() if key not in self._kept)
@@ -117,7 +118,7 @@ class ImagePlanner:
     # --- claims ---------------------------------------------------------------------------------------------
 
     def _claim(self, request_id: str, images: PromptImages, first: int, end: int) -> bool:
-        """Claim the images ``first`` to ``end`` - 1. Return False, without a claim, if one of them does not fit."""
+        """Claim the images ``first`` to ``end`` - 1. Return False, without a new claim, if they do not fit."""
         held_first, held_end = self._claimed.get(request_id, (first, first))
         new = images.images[held_end:end]
         if not new:
@@ -153,7 +154,7 @@ class ImagePlanner:
             self.num_encoded -= 1
 
     def computed(self, request: Request) -> None:
-        """Release the images whose tokens are all computed by the plans so far."""
+        """Release the images of a request whose tokens are all covered by the plans so far."""
         if request.images is None or request.request_id not in self._claimed:
             return
         images = request.images.images
@@ -180,7 +181,7 @@ class ImagePlanner:
     # --- plans ----------------------------------------------------------------------------------------------
 
     def plan(self, plan: SchedulerOutput) -> None:
-        """Add the images to encode and the features to drop to a plan that will be executed."""
+        """Add to a plan the images to encode and the features to drop. The plan must be executed, or be refused."""
         plan.images_to_encode = [
             ImageToEncode(key, image.num_features, image.inputs) for key, image in self._to_encode.items()
         ]
@@ -188,7 +189,7 @@ class ImagePlanner:
         self._to_encode = {}
 
     def refused(self, plan: SchedulerOutput) -> None:
-        """Repeat the drops of a plan in the next plan: the runner raised, perhaps before it dropped them."""
+        """Repeat the drops of a refused plan in the next plan: the runner may have raised before it dropped them."""
         self._to_drop += plan.images_to_drop
 
     def forget(self) -> None:
@@ -221,12 +222,12 @@ def _between(images: PromptImages, start: int, stop: int) -> tuple[int, int]:
 
 
 def last_cut(images: PromptImages | None, start: int, stop: int, unit: int) -> int:
-    """Return the largest possible end of a chunk, at most ``stop``; ``start`` if the chunk must end after ``stop``.
+    """Return the last position up to ``stop`` where a chunk may end. Return ``start`` if there is none after it.
 
     Args:
         images: images of the prompt, or None.
         start: first position of the chunk, a multiple of ``unit``.
-        stop: a multiple of ``unit``, or the end of the prompt.
+        stop: desired end of the chunk: a multiple of ``unit``, or the end of the prompt.
         unit: unit of chunk sizes in tokens.
     """
     while stop > start and (image := _cut_by(images, stop)) is not None:
@@ -235,7 +236,7 @@ def last_cut(images: PromptImages | None, start: int, stop: int, unit: int) -> i
 
 
 def next_cut(images: PromptImages | None, start: int, unit: int) -> int:
-    """Return the first possible end of a chunk after ``start``. The prompt may end before this position.
+    """Return the first position after ``start`` where a chunk may end. The prompt may end before this position.
 
     Args:
         images: images of the prompt, or None.
@@ -257,7 +258,7 @@ def _cut_by(images: PromptImages | None, position: int) -> PromptImage | None:
 
 
 def largest_step(images: PromptImages, unit: int) -> int:
-    """Return the largest number of tokens that a step must compute together, because no chunk may end within them."""
+    """Return the size of the largest chunk, in tokens, that no step may divide."""
     largest = unit
     for image in images.images if images.bidirectional_layers else ():
         start = last_cut(images, 0, image.start - image.start % unit, unit)

@@ -29,7 +29,7 @@ from metal_engine.settings.config import CacheConfig
 
 @lru_cache(maxsize=64)  # the prompts and outputs of a request use the same root
 def root_hash(model_fingerprint: str, cache_salt: str, adapter_fingerprint: str = "") -> bytes:
-    """Return the root of all hash chains of one model, salt and LoRA adapter (or none)."""
+    """Return the root of all hash chains of one model, salt and LoRA adapter. An empty fingerprint: no adapter."""
     salt = cache_salt.encode("utf-8", "surrogatepass")
     adapter = adapter_fingerprint.encode()
     # Each part is hashed separately, so that a salt cannot imitate part of the fingerprint.
@@ -38,7 +38,7 @@ def root_hash(model_fingerprint: str, cache_salt: str, adapter_fingerprint: str 
 
 
 def extend_block_hashes(request: Request, block_size: int, model_fingerprint: str) -> list[bytes]:
-    """Extend ``request.block_hashes`` to all full blocks of its current tokens. Return the list itself."""
+    """Extend ``request.block_hashes`` in place to all full blocks of the request's known tokens, and return it."""
     hashes = request.block_hashes
     root = model_fingerprint, request.cache_salt, _fingerprint(request.adapter)
     _extend(hashes, request.token_ids, block_size, root, request.images)
@@ -119,7 +119,8 @@ class PrefixCache:
         blocks: block pool.
         config: whether prefix caching is enabled, and the model's fingerprint.
         slots: state checkpoints. In models with recurrent layers, a prefix without a state checkpoint cannot be used.
-        on_publish: callback with a request and the range of its blocks that were just published.
+        on_publish: callback ``(request, start, stop)`` after blocks ``start`` to ``stop - 1`` of a running request were
+            published. None: no callback.
     """
 
     def __init__(
@@ -139,13 +140,15 @@ class PrefixCache:
     def find(
         self, request: Request, also: Container[bytes] = (), also_state: bytes | None = None
     ) -> list[Block | None]:
-        """Return the cached blocks that a waiting request can start with. They never cover its last token.
+        """Return the cached blocks that a waiting request can start with.
 
-        The prefix does not end within an image whose tokens attend to each other.
+        The blocks exclude the request's last token, and do not end within an image whose tokens attend to each other.
+        For models with recurrent layers, the blocks end at a state checkpoint or at ``also_state``.
 
         Args:
             also: hashes of blocks that are available outside the pool. The result contains None for such a block.
-            also_state: hash of the last block of a prefix whose recurrent state is available outside the pool.
+            also_state: hash of the last block of a prefix whose recurrent state has arrived from a store; None if there
+                is no such state.
         """
         found = self._find_blocks(request, also)
         if not self._slots.num_slots:
@@ -155,9 +158,9 @@ class PrefixCache:
         return found[: max(self._slots.longest(hashes, len(found)), num_elsewhere)]
 
     def num_shared(self, request: Request) -> int:
-        """Return how many tokens of a waiting request are cached, with or without a state checkpoint after them.
+        """Return how many leading tokens of a waiting request have KV in the pool, even without a state checkpoint.
 
-        Used only for models with recurrent layers: returns 0 for other models.
+        Always 0 for models without recurrent layers, which do not use the result.
         """
         return len(self._find_blocks(request)) * self._block_size if self._slots.num_slots else 0
 
@@ -168,7 +171,7 @@ class PrefixCache:
         return found[: stop // self._block_size]
 
     def missing(self, request: Request) -> Missing:
-        """Return the blocks and the recurrent state of a waiting request's prefix that are not cached."""
+        """Return the blocks, and whether also the recurrent state, that a waiting request's prefix lacks here."""
         hashes = self._usable_hashes(request)[: (request.num_tokens - 1) // self._block_size]
         blocks = [block_hash for block_hash in hashes if not self._blocks.is_cached(block_hash)]
         if not self._slots.num_slots:
@@ -203,7 +206,7 @@ class PrefixCache:
         return None
 
     def publish(self, request: Request) -> None:
-        """Publish the full blocks of the running ``request`` whose tokens are known.
+        """Make the full blocks of a running request whose tokens are known available to other requests.
 
         Excludes the last token of a request with a grammar: it may be recomputed (:attr:`ModelOutput.late_req_ids`).
         """

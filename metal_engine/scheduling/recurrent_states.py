@@ -2,13 +2,14 @@
 
 State checkpoints are taken at block boundaries, where prefixes are cached:
 
-- before the last tokens of a prompt, for the next turn of the conversation and for a repeated request;
+- at the end of a prompt, before the generation prompt: for the next turn of the conversation, and for a repeated
+  request;
 - after long instructions, for other conversations with the same instructions;
-- where the prompt diverges from a prefix that is cached without a checkpoint: other prompts will diverge there, too;
-- where a request that waits for this request's prefix diverges from it;
+- where the prompt diverges from a prefix that is cached without a checkpoint: other prompts may diverge there, too;
+- where the prompt of a waiting request diverges from this prompt, if that request waits for the common prefix;
 - every ``CHECKPOINT_INTERVAL`` tokens of a long prompt, or less often if the prompt would exceed its limit of slots;
-- after the last full block of the output while it is decoded. Each new checkpoint replaces the previous one, because
-  the end of the output is unknown.
+- at block boundaries of the output. Each new checkpoint in the output replaces the previous one, because the end of the
+  output is unknown.
 
 Chunks are cut at these positions (:meth:`RecurrentStates.max_chunk_tokens`): only the end of a chunk writes a state.
 """
@@ -40,7 +41,7 @@ class _Held:
 
     Attributes:
         slot: slot that the next step writes the request's state to.
-        stops: prompt positions where a state checkpoint is wanted, beside the multiples of ``interval``.
+        stops: prompt positions where a state checkpoint is needed, in addition to the multiples of ``interval``.
         unpublished: (number of blocks, slot) of written states whose block hashes are not known yet.
         interval: number of tokens between the periodic checkpoints of the prompt.
         spaced: prompt position -> hash of the periodic checkpoint at that position.
@@ -55,7 +56,8 @@ class _Held:
         is_rejected: True if a draft was rejected: the state in ``slot`` is void, and the next step starts from
             ``before``.
         is_recomputing: True if the last planned step recomputes all or some of the accepted drafts.
-        kept_at: number of tokens covered by the last state that the request kept for a checkpoint.
+        kept_at: number of tokens that precede the last state that stayed in its slot to become a checkpoint; 0 before
+            the first.
     """
 
     slot: int
@@ -87,13 +89,15 @@ class RecurrentStates:
     """Recurrent states of running requests. Does nothing for models without recurrent layers.
 
     Args:
-        slots: state slots, at least ``max_num_seqs``, so that a request is never refused for lack of a slot.
+        slots: state slots: at least ``max_num_seqs``, so that every running request gets a slot. 0 slots for models
+            without recurrent layers.
         config: tokens per block, and whether prefix caching is enabled.
         max_num_seqs: maximum number of running requests.
         connector: saves states to a store and loads them; None without KV transfer.
 
     Attributes:
-        interval: ``CHECKPOINT_INTERVAL`` rounded down to full blocks, in tokens.
+        interval: ``CHECKPOINT_INTERVAL`` rounded down to full blocks, at least one block, in tokens.
+        is_used: True for models with recurrent layers.
     """
 
     def __init__(
@@ -116,15 +120,15 @@ class RecurrentStates:
         self._held: dict[str, _Held] = {}
 
     def begin_step(self) -> None:
-        """Prepare for the planning of a step."""
+        """Prepare for the planning of a step. Call it before :meth:`can_admit` and :meth:`admit`."""
         self._read.clear()
 
     def can_admit(self, request: Request, num_cached: int) -> bool:
         """Return True if a request with ``num_cached`` cached tokens can get a slot in the step being planned.
 
-        A step loads states from a store before it reads any state. A request whose state comes from a store must
-        therefore not get a slot from which another request resumes in the same step. The request gets the slot in the
-        next step instead.
+        A step writes states from a store to their slots before it reads any state. A request whose state comes from a
+        store must therefore not get a slot from which another request resumes in the same step. The request gets the
+        slot in the next step instead.
         """
         block_hash = self._last_hash(request, num_cached)
         is_loaded = self.is_used and block_hash and not self.slots.has_checkpoint(block_hash)
@@ -140,7 +144,7 @@ class RecurrentStates:
         Args:
             num_cached: number of tokens that need not be computed. The state after them is a state checkpoint, or comes
                 from a store.
-            num_shared: number of the request's tokens that are cached, with or without a state checkpoint.
+            num_shared: result of :meth:`PrefixCache.num_shared`. A state checkpoint is planned after these tokens.
 
         Returns:
             The slots that the first step reads from (0: zero state) and writes to. (0, 0) for models without recurrent
@@ -191,14 +195,14 @@ class RecurrentStates:
             held.spaced.pop(position, None)
 
     def writes_state_at(self, request: Request, position: int) -> bool:
-        """Return True if the request will write a state checkpoint at ``position``, or has no recurrent state."""
+        """Return True if the request has a checkpoint position at ``position``, or has no recurrent state."""
         held = self._held.get(request.request_id)
         return held is None or position in held.stops or position % held.interval == 0
 
     def max_chunk_tokens(self, request: Request, num_computed: int) -> int:
-        """Return how many tokens may follow ``num_computed`` in one chunk: up to the next checkpoint position.
+        """Return how many tokens the chunk after ``num_computed`` tokens may have: up to the next checkpoint position.
 
-        At least the request's number of tokens if checkpoints are disabled.
+        Without checkpoints, the result is ``request.num_tokens``, which limits nothing.
         """
         if not self._keeps_checkpoints:
             return request.num_tokens
@@ -210,9 +214,9 @@ class RecurrentStates:
     def plan_whole_prompt(self, request: Request, num_computed: int) -> int:
         """Plan a whole prompt, because no prefill slot is free. Return how many tokens to compute in this step.
 
-        The step computes the tokens up to the prompt's last state checkpoint, or all tokens if the prompt has no later
-        checkpoint. The few tokens after the checkpoint follow in the next step, and do not occupy a prefill slot. From
-        then on, no additional checkpoint can be requested in the prompt.
+        The step computes the tokens up to the last checkpoint position of the prompt, or all remaining tokens if that
+        position is computed already. The few tokens after the position follow in the next step, and do not occupy a
+        prefill slot. Later calls of :meth:`request_checkpoint` have no effect on the prompt.
         """
         held = self._held.get(request.request_id)
         if held is None or not self._keeps_checkpoints:
@@ -229,8 +233,8 @@ class RecurrentStates:
     def plan(self, plan: SchedulerOutput, request: Request) -> None:
         """Prepare a request's states for its next step. Called before the step's tokens count as computed.
 
-        If the current state is to become a checkpoint, it stays in its slot. ``plan.new_state_slots`` then gets another
-        slot for the request, if one is available.
+        If the current state is to become a checkpoint, it stays in its slot, and ``plan.new_state_slots`` gets another
+        slot for the request. If no spare slot is available, the step overwrites the state, and no checkpoint remains.
         """
         held = self._held.get(request.request_id)
         if held is None:
@@ -267,8 +271,8 @@ class RecurrentStates:
     def keep_for_drafts(self, plan: SchedulerOutput, request: Request) -> bool:
         """Keep the initial state of a planned step, because drafts will be added to the step.
 
-        Return False if that is impossible: no slot is available, or the request does not hold the slot of the initial
-        state.
+        Changes ``plan.new_state_slots`` if the state needs another slot. Returns False if the state cannot be kept: no
+        spare slot is available, or the request does not hold the slot of the initial state.
         """
         held = self._held.get(request.request_id)
         if held is None:
@@ -286,14 +290,18 @@ class RecurrentStates:
         return self.slots.num_available - (self._max_num_seqs - len(self._held))
 
     def may_keep_for_drafts(self, request: Request, num_spare: int) -> bool:
-        """Return True if the next step of a running request may have drafts, given ``num_spare`` spare slots."""
+        """Return True if :meth:`keep_for_drafts` can succeed in the request's next step, given ``num_spare``."""
         held = self._held.get(request.request_id)
         if held is None or held.is_rejected:
             return True
         return held.is_written and (num_spare > 0 or held.before not in (None, *(slot for _, slot in held.unpublished)))
 
     def record_draft_result(self, request: Request, *, is_rejected: bool) -> None:
-        """Record the result of a running request's drafts. ``is_rejected``: at least one draft was rejected."""
+        """Record the result of a running request's drafts.
+
+        Args:
+            is_rejected: True if at least one draft was rejected. The next step then starts from the kept state.
+        """
         held = self._held.get(request.request_id)
         if held is not None:
             held.has_drafts, held.is_rejected = False, is_rejected
@@ -313,7 +321,7 @@ class RecurrentStates:
     def is_rejected(self, request: Request) -> bool:
         """Return True if a draft was rejected, or if the last planned step recomputes accepted drafts.
 
-        If the request then has several tokens left to compute, it recomputes accepted drafts, and is not a prefill.
+        Several tokens left to compute then mean that the request recomputes accepted drafts. It is not a prefill.
         """
         held = self._held.get(request.request_id)
         return held is not None and (held.is_rejected or held.is_recomputing)
@@ -338,7 +346,7 @@ class RecurrentStates:
     # --- checkpoints ---
 
     def _is_kept(self, held: _Held, request: Request) -> bool:
-        """Return True if the state that the request's last step writes becomes a state checkpoint."""
+        """Return True if the state that the last planned step of the request writes is to become a state checkpoint."""
         computed = request.num_computed_tokens
         if not (self._keeps_checkpoints and held.is_written) or computed % self._block_size:
             return False
@@ -348,7 +356,7 @@ class RecurrentStates:
         return is_stop or computed > request.num_prompt_tokens
 
     def publish(self, request: Request) -> None:
-        """Turn the written states at block boundaries into state checkpoints, if the hashes of the blocks are known."""
+        """Add state checkpoints for the request's states at block boundaries, as far as its blocks are registered."""
         held = self._held.get(request.request_id)
         if held is None:
             return
@@ -388,16 +396,16 @@ class RecurrentStates:
         self.slots.touch(held.latest)
 
     def _thin(self, held: _Held) -> None:
-        """Drop every second periodic checkpoint if a prompt has too many. Checkpoints that had a hit stay."""
+        """Drop every second periodic checkpoint while a prompt has too many. Checkpoints that had a hit stay."""
         while len(held.spaced) > self._max_spaced:
             held.interval *= 2
             for position in [position for position in held.spaced if position % held.interval]:
                 self.slots.drop_checkpoint(held.spaced.pop(position), unless_hit=True)
 
     def release(self, request: Request) -> None:
-        """Release a request's states, but keep its state checkpoints.
+        """Release a request's slots, but keep its state checkpoints.
 
-        With a store, the last checkpoint in the request's output will be saved to it.
+        With KV transfer, the last checkpoint in the request's output will be saved to the store.
         """
         held = self._held.pop(request.request_id, None)
         if held is not None:
@@ -411,7 +419,7 @@ class RecurrentStates:
             self._saves[slot] = block_hash
 
     def take_saves(self) -> list[tuple[bytes, int]]:
-        """Return the states to save with the plan just made, and forget them.
+        """Return the states that the plan just made has to save to the store. Each state is returned once.
 
         Returns:
             (hash of the last block of the state's prefix, slot) for each state.

@@ -82,7 +82,10 @@ class Scheduler:
     # --- adding and ending requests -------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that passes :func:`token_allotment.check_fits`. Raises ValueError if its id is in use."""
+        """Queue a request, or start loading its KV. Raises ValueError if its id is in use.
+
+        The request must pass :func:`metal_engine.scheduling.token_allotment.check_fits`, which is not called here.
+        """
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         request.arrival = self._num_arrivals
@@ -93,7 +96,11 @@ class Scheduler:
         self.admissions.add(request)
 
     def finish_request(self, request_id: str, status: RequestStatus) -> None:
-        """End a request in any state and free its blocks. Unknown ids are ignored: they have finished already."""
+        """End a request in any state and free its blocks. Unknown ids, e.g. of finished requests, are ignored.
+
+        Args:
+            status: final status of the request.
+        """
         request = self.requests.pop(request_id, None)
         if request is None:
             return
@@ -117,8 +124,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan one step. With ``--async-scheduling``, called before :meth:`update` for the previous step.
 
-        The plan is empty if all remaining work waits for steps in flight or for loads from a store. An empty plan need
-        not be executed.
+        The planned tokens count as computed from now on. A plan that fails or will not run must therefore be cancelled
+        (:meth:`cancel`). The plan is empty if all remaining work waits for steps in flight or for loads from a store.
+        An empty plan is not executed.
         """
         plan = SchedulerOutput(step_id=self.num_plans)
         self.num_plans += 1
@@ -167,7 +175,7 @@ class Scheduler:
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
         """Schedule decodes of running requests in order, including recomputed drafts. Return the running prefills.
 
-        If the pool has too few free blocks, the last requests in order are preempted.
+        Preempts the last requests in order if the pool has too few free blocks.
         """
         prefills = []
         for request in list(self.running.values()):
@@ -192,7 +200,10 @@ class Scheduler:
         return [request for request in prefills if request.status is RequestStatus.RUNNING]
 
     def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillAllocator, at_most: int | None = None) -> None:
-        """Admit up to ``at_most`` waiting requests to free prefill slots, while there are enough free blocks."""
+        """Admit up to ``at_most`` waiting requests to free prefill slots. None: no limit.
+
+        Stops at the first request whose minimum allotment or whose blocks do not fit.
+        """
         num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
         for _ in range(num_free if at_most is None else min(at_most, num_free)):
             candidate = self._next_candidate(prefills)
@@ -203,9 +214,9 @@ class Scheduler:
             prefills.take(candidate.request)
 
     def _use_up(self, plan: SchedulerOutput, prefills: PrefillAllocator) -> None:
-        """Admit more requests within the remaining budget.
+        """Admit more requests within the remaining budget. Stops at the first request that does not fit.
 
-        If no prefill slot is free, a request is admitted only if its whole prompt fits.
+        If no prefill slot is free, a request fits only if its whole prompt does.
         """
         while (candidate := self._next_candidate(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
@@ -223,8 +234,8 @@ class Scheduler:
         No request can be admitted in these cases:
 
         - The step has no tokens left, or ``max_num_seqs`` requests are running.
-        - The queue is empty or blocked (:meth:`Admissions.next`).
-        - The features of the first request's next image do not fit into the step.
+        - :meth:`Admissions.next` returns None.
+        - The image features for the request's smallest possible chunk do not fit into the step.
         """
         if prefills.step.tokens <= 0 or len(self.running) >= self.config.max_num_seqs:
             return None
@@ -234,7 +245,10 @@ class Scheduler:
         return None  # the features of its next image do not fit yet
 
     def _admit(self, plan: SchedulerOutput, candidate: Candidate) -> bool:
-        """Admit a request if there are enough free blocks for all its tokens. Return True if it was admitted."""
+        """Admit a request if there are enough free blocks for all its tokens. Return True if it was admitted.
+
+        Beside other running requests, ``WATERMARK`` of the pool must also remain free.
+        """
         request = candidate.request
         reserve = self._watermark_blocks if self.running else 0
         block_ids = self.blocks.allocate(
@@ -272,7 +286,10 @@ class Scheduler:
             self.running = dict(sorted(self.running.items(), key=lambda pair: pair[1].sort_key))
 
     def _add_to_plan(self, plan: SchedulerOutput, request: Request, num_tokens: int) -> None:
-        """Plan ``num_tokens`` tokens of a request. Add an output placeholder if they include its last known token."""
+        """Plan the next ``num_tokens`` tokens of a request, which has blocks for them.
+
+        If they include its last known token, the step samples (or pools), and the request gets an output placeholder.
+        """
         self.states.plan(plan, request)
         plan.num_scheduled_tokens[request.request_id] = num_tokens
         request.num_computed_tokens += num_tokens
@@ -289,7 +306,7 @@ class Scheduler:
             self._filled.append(request)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Allocate blocks for the request's first ``num_tokens`` tokens. Return the ids of the new blocks.
+        """Allocate the missing blocks for the request's first ``num_tokens`` tokens. Return the ids of the new blocks.
 
         Preempts the last requests in order if necessary. Returns None if ``request`` itself was preempted.
         """
@@ -303,7 +320,7 @@ class Scheduler:
                 return None
 
     def _preempt(self, request: Request) -> None:
-        """Free a running request's blocks and requeue it, so that it is recomputed later."""
+        """Free a running request's blocks and queue it again, or load its KV from a store, so that it resumes later."""
         del self.running[request.request_id]
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
@@ -313,7 +330,7 @@ class Scheduler:
         self.admissions.add(request)
 
     def preempt_all(self) -> None:
-        """Requeue every running request for recomputation in the same order, because all KV is lost."""
+        """Drop all cached prefixes and features, and preempt every running request: all KV is lost."""
         self.forget_cached()
         for request in reversed(list(self.running.values())):
             self._preempt(request)
@@ -326,8 +343,10 @@ class Scheduler:
     def failed(self, plan: SchedulerOutput | None = None) -> None:
         """Drop all cached prefixes and features, and void the drafts of a step that has failed or will not run.
 
+        Running requests do not change: see :meth:`cancel`.
+
         Args:
-            plan: plan of the step. None: all steps in flight.
+            plan: plan of the step. None: void the drafts of all steps in flight.
         """
         self.forget_cached()  # the cache may contain blocks that will never be written
         if self.speculation is not None:
@@ -344,7 +363,7 @@ class Scheduler:
     def cancel(self, plan: SchedulerOutput) -> None:
         """Cancel a plan that has failed or will not run. Its requests are preempted and recomputed from their start.
 
-        Plans made after it must be cancelled too.
+        Includes :meth:`failed`. Plans made after this plan must be cancelled too.
         """
         self.failed(plan)
         for request_id in (*plan.sampled_req_ids, *plan.pooled_req_ids):
@@ -356,7 +375,10 @@ class Scheduler:
             self._preempt(request)
 
     def _release(self, request: Request) -> None:
-        """Free a request's blocks and everything that depends on them."""
+        """Free a request's blocks, state slots and image features, and requeue the requests that wait for its prefix.
+
+        The next plan makes the runner drop the request.
+        """
         self.blocks.free(request.request_id)
         self.states.release(request)
         self.images.release(request)
@@ -374,7 +396,7 @@ class Scheduler:
         self.connector.queue_saves(request, request.block_hashes[start:stop], block_ids)
 
     def _publish_prefixes(self) -> None:
-        """Publish the blocks that this step fills for later steps, and requeue the requests that waited for them."""
+        """Make the blocks that this step fills available to later steps. Requeue the requests that waited for them."""
         for request in self._filled:
             if not self.states.may_go_back(request):
                 self._publish(request)
@@ -389,6 +411,8 @@ class Scheduler:
 
     def update(self, plan: SchedulerOutput, model_output: ModelOutput) -> list[RequestOutput]:
         """Process the tokens and vectors that a step has computed. Finish completed requests and free their blocks.
+
+        Results of requests that have finished since, for example aborted requests, are ignored.
 
         Returns:
             One output for each request with new tokens, a pooled result or an error. :class:`RequestOutput` names the
@@ -435,7 +459,7 @@ class Scheduler:
         return outputs
 
     def _take_back_token(self, request: Request) -> None:
-        """Schedule recomputation of a request's last token, because its grammar mask was late. Suspend its drafts."""
+        """Have a request's last token recomputed, because its grammar mask was late. Suspend the request's drafts."""
         if self.speculation is not None:
             self.speculation.suspend_drafts(request.request_id)
         if request.status is not RequestStatus.RUNNING:

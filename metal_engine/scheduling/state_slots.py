@@ -17,6 +17,8 @@ from collections.abc import Sequence
 class StateSlots:
     """Slots 1 to ``num_slots``. A slot is free, or holds a request's state, a checkpoint, or a state that is both.
 
+    A request can hold several slots, and no slot is held by two requests. Hashes are those of a prefix's last block.
+
     Args:
         num_slots: number of slots; 0 for models without recurrent layers.
 
@@ -60,7 +62,10 @@ class StateSlots:
         return next(h for h, slot in self._checkpoints.items() if self._num_holders[slot] == 1)
 
     def take(self) -> int:
-        """Return a slot for a request. At least one slot must be available."""
+        """Return a slot, which the request then holds. At least one slot must be available.
+
+        Evicts the least recently used checkpoint that no request holds if no slot is free.
+        """
         if not self._free:
             self.num_evictions += 1
             self.drop_checkpoint(self._unused_for_longest())
@@ -70,7 +75,7 @@ class StateSlots:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Release a slot that a request holds."""
+        """Release a slot that a request holds. A checkpoint in the slot stays."""
         self._num_taken -= 1
         self._release(slot)
 
@@ -83,7 +88,13 @@ class StateSlots:
     # --- checkpoints ---
 
     def longest(self, block_hashes: Sequence[bytes], max_blocks: int) -> int:
-        """Return the length of the longest prefix with a state checkpoint, in blocks, at most ``max_blocks``."""
+        """Return the length of the longest prefix with a state checkpoint, in blocks, at most ``max_blocks``.
+
+        0 if no prefix has a state checkpoint.
+
+        Args:
+            block_hashes: hash chain of the request, at least ``max_blocks`` hashes.
+        """
         return next((n for n in range(max_blocks, 0, -1) if block_hashes[n - 1] in self._checkpoints), 0)
 
     def has_checkpoint(self, block_hash: bytes) -> bool:
@@ -94,7 +105,10 @@ class StateSlots:
         return self._checkpoints[block_hash]
 
     def resume_from(self, block_hash: bytes) -> int:
-        """Count a hit of a state checkpoint, and return its slot. Raises KeyError without one for ``block_hash``."""
+        """Return the slot of a state checkpoint from which a request resumes. Counts as a hit and as a use.
+
+        Raises KeyError without a checkpoint for ``block_hash``.
+        """
         self._checkpoints.move_to_end(block_hash)
         self._was_hit.add(block_hash)
         self.num_hits += 1
@@ -108,6 +122,8 @@ class StateSlots:
     def add_checkpoint(self, block_hash: bytes, slot: int) -> bool:
         """Make ``slot`` the state checkpoint of a prefix. Return False if another slot is the prefix's checkpoint.
 
+        An existing checkpoint of the prefix counts as just used.
+
         Args:
             block_hash: hash of the prefix's last block.
         """
@@ -120,7 +136,11 @@ class StateSlots:
         return True
 
     def drop_checkpoint(self, block_hash: bytes, *, unless_hit: bool = False) -> None:
-        """Drop a state checkpoint, with ``unless_hit`` only if no request has used it. Unknown hashes are ignored."""
+        """Drop a state checkpoint. Unknown hashes are ignored.
+
+        Args:
+            unless_hit: True to keep the checkpoint if a request has resumed from it.
+        """
         if block_hash in self._checkpoints and not (unless_hit and block_hash in self._was_hit):
             self._release(self._checkpoints.pop(block_hash))
 

@@ -22,9 +22,10 @@ class SchedulerStats:
         checkpoint_hits: number of times that a request resumed from a state checkpoint.
         checkpoint_evictions: number of evicted state checkpoints.
         images_encoded: number of images that steps have encoded.
+        peak_used_blocks: largest number of blocks that requests used at the same time.
         image_cache_hits: number of images whose features were kept when a request needed them.
         image_cache_tokens: number of image tokens whose features are kept.
-        num_plans: number of plans so far. It grows as long as the engine works on requests.
+        num_plans: number of plans so far, including empty plans. It grows as long as the engine works on requests.
     """
 
     num_running: int

@@ -31,7 +31,7 @@ class StepBudget:
 
     Attributes:
         tokens: number of query rows.
-        attention_work: number of pairs of a query row and a key that it attends to. Decodes may make it negative.
+        attention_work: number of keys that the rows may attend to, summed over the rows. Decodes may make it negative.
         prompt_rows: number of prompt rows with log probabilities. A row has as many logits as the vocabulary has
             tokens.
     """
@@ -41,7 +41,7 @@ class StepBudget:
     prompt_rows: int = MAX_PROMPT_ROWS
 
     def take(self, context_len: int, num_rows: int) -> None:
-        """Subtract ``num_rows`` rows of a request that follow ``context_len`` tokens."""
+        """Subtract the tokens and the attention work of ``num_rows`` rows that follow ``context_len`` tokens."""
         self.tokens -= num_rows
         self.attention_work -= attention_work(context_len, num_rows)
 
@@ -77,9 +77,9 @@ def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig,
 def num_remaining(request: Request, config: SchedulerConfig) -> int:
     """Return how many tokens of ``request`` could be computed now.
 
-    With ``--async-scheduling``, steps in flight may still be sampling tokens, which are counted by placeholders.
-    Placeholders count as known tokens. The result is 0 if they complete the request, or if sampling the next token
-    needs their values.
+    With ``--async-scheduling``, steps in flight may still be sampling tokens of the request. These tokens count as
+    known, because the device has their values. The result is 0 if they complete the request, or if sampling the next
+    token needs their values on the host.
     """
     if request.num_output_placeholders and request.needs_token_on_host:
         return 0
@@ -100,7 +100,7 @@ def attention_work(context_len: int, num_rows: int) -> int:
 
 
 def rows_for_work(context_len: int, work: int) -> int:
-    """Return the largest number of rows after ``context_len`` tokens with :func:`attention_work` at most ``work``."""
+    """Return how many rows after ``context_len`` tokens have an :func:`attention_work` of at most ``work``."""
     if work <= 0:
         return 0
     b = 2 * context_len + 1
@@ -110,7 +110,7 @@ def rows_for_work(context_len: int, work: int) -> int:
 def chunk_unit(config: SchedulerConfig, block_size: int) -> int:
     """Return the unit of chunk sizes: a block with ``--page-aligned-scheduling``, otherwise one token.
 
-    Chunk sizes are multiples of the unit, except for the last chunk of a prompt. All chunks are charged in whole units.
+    Chunk sizes are multiples of the unit, except for the last chunk of a prompt. The budget is charged for whole units.
     """
     return block_size if config.page_aligned_scheduling else 1
 
@@ -119,7 +119,7 @@ class PrefillAllocator:
     """Divides the budget that decodes leave in a step among prefills.
 
     Each added request first gets the minimum allotment: a block, or the remaining prompt if that is shorter. No
-    allotment ends within an image whose tokens attend to each other. The minimum is then the whole image.
+    allotment ends within an image whose tokens attend to each other: if the minimum would, it includes the whole image.
     :meth:`spread` then divides the remaining budget evenly, and gives tokens that one request cannot use to other
     requests.
 
@@ -127,7 +127,8 @@ class PrefillAllocator:
         step: budget left by decodes. Allotted tokens are subtracted from it.
         prefills: running requests with more than one token left to compute, for :meth:`add_running`.
         max_chunk_tokens: callback with a request and its number of computed tokens. Returns the maximum number of
-            tokens of the next chunk; 0 if the image features for the smallest possible chunk do not fit.
+            tokens of the next chunk; 0 if the image features for the smallest possible chunk do not fit. May claim
+            image features.
         plan_whole_prompt: callback with the same arguments, for a prompt that is planned as a whole because no prefill
             slot is free. Returns how many of the prompt's tokens to compute in this step.
 
@@ -161,7 +162,7 @@ class PrefillAllocator:
     def add_running(self) -> None:
         """Add the running prefills whose minimum allotment fits, the longest waiting first.
 
-        Prefills that wait for room for the features of an image are left out.
+        Prefills whose image features do not fit into the step are left out.
         """
         left_out, self._left_out = self._left_out, []
         for request in left_out:
@@ -182,7 +183,7 @@ class PrefillAllocator:
 
     @property
     def num_partial(self) -> int:
-        """Number of requests whose prompts this step does not complete."""
+        """Number of requests whose prompts this step does not complete with the allotments so far."""
         return len(self._unfinished) + len(self._left_out)
 
     @property
@@ -199,7 +200,8 @@ class PrefillAllocator:
         """Return True if the minimum allotment of a request fits.
 
         The first request of a step also fits if the budget has tokens for the smallest possible chunk: one
-        :func:`chunk_unit`, or an image that no chunk may cut.
+        :func:`chunk_unit`, or an image that no chunk may cut. The limits on attention work and prompt rows do not apply
+        to it.
         """
         smallest = self._uncut(request, num_computed_tokens, min(num_remaining_tokens, self._block_size))
         return self.fits(request, num_computed_tokens, smallest) or self._is_first(request, num_computed_tokens)
@@ -219,7 +221,7 @@ class PrefillAllocator:
         return next_cut(request.images, num_computed, self._unit) - num_computed
 
     def _uncut(self, request: Request, num_computed: int, num_tokens: int) -> int:
-        """Return the largest allotment up to ``num_tokens`` tokens that cuts no image, or the smallest allotment."""
+        """Return the largest allotment up to ``num_tokens`` tokens that cuts no image; if none, :meth:`_least`."""
         if request.images is None or not num_tokens:
             return num_tokens
         allotment = last_cut(request.images, num_computed, num_computed + num_tokens, self._unit) - num_computed
@@ -234,13 +236,13 @@ class PrefillAllocator:
         )
 
     def take(self, request: Request, *, whole: bool = False) -> None:
-        """Add a new request that passed :meth:`fits_minimum`, with the minimum allotment.
+        """Add a newly admitted request that passed :meth:`fits_minimum`, with the minimum allotment.
 
         A request that passed only :meth:`fits_any` gets the tokens that are left, if these are fewer.
 
-        With ``whole``, the request gets no prefill slot, and its whole prompt must pass :meth:`fits`. The allotment is
-        then the whole prompt, or the prompt up to its last state checkpoint. A request without a slot must complete its
-        prompt within two steps, and an even part of the budget might be too small for this.
+        With ``whole``, the request gets no prefill slot, and its whole remaining prompt must pass :meth:`fits`. The
+        allotment is then this prompt, or the part up to its last state checkpoint. A request without a slot must
+        complete its prompt within two steps, and an even part of the budget might be too small for this.
         """
         self.num_long += is_long(num_remaining(request, self._config), self._config)
         self._take(request, whole)

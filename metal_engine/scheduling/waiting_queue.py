@@ -1,6 +1,6 @@
 """Queue of requests waiting for admission, ordered by priority and arrival.
 
-Finding the next request takes the same time in a queue of any length.
+Finding the next request does not scan the queue: it takes O(log n) with n requests.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class WaitingQueue:
     """Waiting requests in order of their sort keys.
 
     Long prompts are in a separate heap, so that short prompts after them in the order can be found. A request can also
-    be parked until a running request has computed a number of tokens: for example their common prefix, so that the
-    prefix is computed only once.
+    be parked until a running request, its *owner*, has computed a given number of tokens: usually the common prefix of
+    both requests, which is then computed only once.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class WaitingQueue:
         return iter([e.request for e in sorted(self._entries.values()) if e.request is not None])
 
     def push(self, request: Request, *, is_long: bool) -> None:
-        """Insert a request, or reinsert it at its position."""
+        """Insert a request at its position. If the queue contains it already, even parked, it is moved there."""
         self.remove(request.request_id)
         entry = self._entries[request.request_id] = _Entry(request.sort_key, request, is_long)
         heapq.heappush(self._heaps[is_long], entry)
@@ -70,7 +70,11 @@ class WaitingQueue:
         self._num_void = 0
 
     def head(self, *, include_long: bool) -> Request | None:
-        """Return the first request, or the first request with a short prompt if ``include_long`` is False."""
+        """Return the first request that is not parked, and keep it in the queue. None if all requests are parked.
+
+        Args:
+            include_long: False to skip long prompts.
+        """
         entries = [e for heap in self._heaps[: 1 + include_long] if (e := self._first(heap)) is not None]
         return min(entries).request if entries else None
 
@@ -81,7 +85,7 @@ class WaitingQueue:
         return heap[0] if heap else None
 
     def park(self, request: Request, owner: Request, num_tokens: int) -> None:
-        """Set a request aside until ``owner`` has computed ``num_tokens`` tokens."""
+        """Hide a queued request from :meth:`head` until ``owner`` has computed ``num_tokens`` tokens in total."""
         old = self._entries[request.request_id]
         self.remove(request.request_id)
         entry = self._entries[request.request_id] = _Entry(old.key, request, old.is_long)
@@ -93,9 +97,9 @@ class WaitingQueue:
         return list(self._parked)
 
     def unpark(self, owner_id: str, num_computed_tokens: int | None = None) -> None:
-        """Requeue the requests that waited for the owner's first ``num_computed_tokens`` tokens or fewer.
+        """Requeue the parked requests that waited for at most ``num_computed_tokens`` tokens of the owner.
 
-        None requeues all requests that waited for the owner.
+        None requeues all requests that waited for the owner. Does nothing for an id that owns no parked request.
         """
         parked = self._parked.get(owner_id)
         if parked is None:

@@ -17,6 +17,8 @@ _FIRST_GUESS = 0.7
 class Acceptance:
     """Estimated probability that a request's next draft is accepted if its earlier drafts are.
 
+    There is an estimate for each request with results. All other requests share one estimate.
+
     Args:
         first_guess: initial value of the estimates.
     """
@@ -51,8 +53,9 @@ class SourceAcceptance:
         head_guess: initial value for drafts that a draft head fills in. None if all drafts share one estimate.
 
     Attributes:
-        lookups: acceptance of drafts with known tokens.
-        computed: acceptance of drafts that the runner computes (:data:`UNKNOWN_DRAFT`). May be the same object.
+        lookups: acceptance of drafts with tokens from prompt lookup or from a predicted text.
+        computed: acceptance of drafts that the runner computes (:data:`UNKNOWN_DRAFT`). The same object as ``lookups``
+            if ``head_guess`` is None.
     """
 
     def __init__(self, head_guess: float | None = None) -> None:
@@ -61,11 +64,11 @@ class SourceAcceptance:
 
     @property
     def is_shared(self) -> bool:
-        """True if both sources have one estimate."""
+        """True if ``lookups`` and ``computed`` are the same object."""
         return self.lookups is self.computed
 
     def of_source(self, drafts: Sequence[int]) -> Acceptance:
-        """Return the acceptance of the source that made ``drafts``, at least one draft."""
+        """Return the acceptance of the source of ``drafts``, which must not be empty."""
         return self.computed if drafts[0] == UNKNOWN_DRAFT else self.lookups
 
     def of(self, request_id: str, drafts: Sequence[int]) -> float:
@@ -73,7 +76,7 @@ class SourceAcceptance:
         return self.of_source(drafts).of(request_id)
 
     def best_of(self, request_id: str) -> float:
-        """Return the estimated acceptance of a request's drafts from the better source."""
+        """Return the higher of a request's two estimates: for looked-up drafts and for computed drafts."""
         return max(self.lookups.of(request_id), self.computed.of(request_id))
 
     def forget(self, request_id: str) -> None:

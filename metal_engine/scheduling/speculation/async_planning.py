@@ -1,8 +1,8 @@
 """Decides whether to plan a step asynchronously, while its predecessor runs, or to wait for the predecessor's tokens.
 
 Applies to ``--async-scheduling``. An asynchronously planned step hides the host's work, but cannot have drafts, because
-drafts follow known tokens. A step with drafts is planned when all tokens are known. Its successor must wait for its
-tokens too, because the number of accepted drafts is unknown until the step ends.
+drafts follow known tokens. A step with drafts is therefore planned when all tokens are known. The planning of the step
+after it must wait as well, because the number of accepted drafts is unknown until the step ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class AsyncPlanning:
         self._num_left_out = 0  # number of waits left out since the last wait
 
     def planned(self, step_id: int, num_rows: int) -> None:
-        """Record that an asynchronously planned step decodes ``num_rows`` rows; 0 if it also prefills."""
+        """Record that an asynchronously planned step decodes ``num_rows`` rows.
+
+        0 if the step also prefills, so that its duration is not recorded.
+        """
         self._planned[step_id] = num_rows
 
     def ended(self, step_id: int) -> None:
@@ -49,14 +52,14 @@ class AsyncPlanning:
             self._times.measured(num_rows, now - before)
 
     def failed(self, step_ids: set[int]) -> None:
-        """Discard failed or cancelled steps. The interval between the step ends around them is not measured."""
+        """Discard failed or cancelled steps. The next step end starts a new measurement."""
         self._planned = {step_id: rows for step_id, rows in self._planned.items() if step_id not in step_ids}
         self._last_end = None
 
     def seconds(self, num_rows: int) -> float | None:
-        """Return the duration of a step of ``num_rows`` rows, in seconds.
+        """Return the estimated duration of an asynchronously planned step of ``num_rows`` rows, in seconds.
 
-        None if no size up to ``num_rows`` rows was measured twice: a first step may include the compilation of kernels.
+        None if no step of up to ``num_rows`` rows was measured twice. The first step of a size may compile kernels.
         """
         times = self._times.times(num_rows, 0)
         return times[0] if times else None
@@ -64,22 +67,23 @@ class AsyncPlanning:
     def may_wait(self) -> bool:
         """Return True if a step that is expected to have drafts should wait for tokens.
 
-        Drafts may be expected because of step times that were not measured. Therefore, after n waits in a row without
-        drafts (``_MAX_VAIN_WAITS`` at most count), the next 2 ** n - 1 waits are skipped. Call it once for each step
-        that is expected to have drafts.
+        The expectation can be wrong for a long time, because it assumes step times that were never measured. Therefore,
+        after n waits in a row for steps that then had no drafts, the next 2 ** n - 1 waits are skipped. n is at most
+        ``_MAX_VAIN_WAITS``. Call this method once for each step that is expected to have drafts.
         """
         self._num_left_out += 1
         return self._num_left_out >= 1 << self._num_vain_waits
 
     def waited(self, *, has_drafts: bool) -> None:
-        """Record whether a step that waited for tokens, because drafts were expected, has drafts."""
+        """Record the plan of a step that waited for tokens because drafts were expected."""
         self._num_vain_waits = 0 if has_drafts else min(self._num_vain_waits + 1, _MAX_VAIN_WAITS)
         self._num_left_out = 0
 
     def is_slower(self, num_rows: float, choice: DraftLengths) -> bool:
         """Return True if an asynchronously planned step yields fewer tokens per second than a step with drafts.
 
-        Every ``_TRIED_EVERY``-th result is inverted. False if :meth:`seconds` does not know the asynchronous step yet.
+        Every ``_TRIED_EVERY``-th result is inverted, so that both kinds of steps are measured from time to time. False
+        if :meth:`seconds` does not know the asynchronous step yet.
 
         Args:
             num_rows: average number of rows of asynchronously planned steps, at least 1. Each row yields a token.

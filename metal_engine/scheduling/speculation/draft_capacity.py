@@ -13,8 +13,8 @@ def max_drafts(request: Request, num_computed: int, work: int, num_tokens: int, 
 
     Args:
         num_computed: number of the request's tokens that are computed or planned, without the drafts.
-        work: attention work left in the step.
-        num_tokens: token capacity of the request's blocks plus all free blocks, counted from the request's first token.
+        work: attention work left in the step (:func:`metal_engine.scheduling.token_allotment.attention_work`).
+        num_tokens: maximum length of the request, in tokens, if it gets all free blocks in addition to its own.
         states: recurrent states; None for models without recurrent layers.
     """
     limit = min(num_tokens - num_computed, rows_for_work(num_computed, work))
@@ -22,11 +22,13 @@ def max_drafts(request: Request, num_computed: int, work: int, num_tokens: int, 
 
 
 class DraftCapacity:
-    """Capacity for drafts in a step that computes the next token of each given request.
+    """Capacity for drafts in a future step that computes the next token of each given request.
+
+    Nothing is allocated: the capacity is only counted.
 
     Args:
         requests: running requests. Each has one token left to compute, which the step in flight may still be sampling.
-        work: attention work of a step.
+        work: maximum attention work of a step.
         blocks: block pool.
         states: recurrent states; None for models without recurrent layers.
     """
@@ -42,7 +44,7 @@ class DraftCapacity:
             self._num_free_blocks -= blocks.num_held_tokens(request.request_id) <= request.num_computed_tokens
 
     def take(self, request: Request, num_drafts: int) -> int:
-        """Reserve capacity for up to ``num_drafts`` drafts of a request. Return the number of drafts that fit."""
+        """Subtract the capacity for up to ``num_drafts`` drafts of a request. Return the number of drafts that fit."""
         if self._states is not None and not self._states.may_keep_for_drafts(request, self._num_spare):
             return 0
         start, block_size = request.num_computed_tokens + 1, self._blocks.block_size

@@ -1,6 +1,7 @@
-"""Costs and drafts of a draft model or a draft head, as the scheduler sees them.
+"""Proposers and measured costs of drafts that a draft model or a draft head computes.
 
-The runner computes the drafts. This module only counts them.
+The draft model and the draft head run in the runner. The proposers here return a placeholder
+(:data:`metal_engine.step.UNKNOWN_DRAFT`) for each draft.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _HEAD_GUESS = 0.3
 
 
 class DraftModelProposer(PredictedTextProposer):
-    """Proposer of drafts that the draft model fills in."""
+    """Proposer of drafts from a predicted text, or else of drafts that the draft model fills in."""
 
     def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
         return [UNKNOWN_DRAFT] * num_tokens
 
 
 class HeadProposer(NgramProposer):
-    """Proposer of drafts by prompt lookup, or else of drafts that the draft head fills in.
+    """Proposer of drafts from a predicted text, by prompt lookup, or else of drafts that the draft head fills in.
 
-    A request uses a lookup if its lookups are accepted at least as often as drafts of the head.
+    A request uses prompt lookup if its lookups are estimated to be accepted at least as often as drafts of the head.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -52,7 +53,7 @@ class _Seconds:
     """Estimated duration of an operation, from measurements.
 
     Attributes:
-        first: first measurement in seconds, which may include compilation; 0 before it.
+        first: first measurement in seconds, which may include compilation; 0 before this measurement.
         known: current estimate in seconds; 0 before the second measurement.
     """
 
@@ -73,9 +74,9 @@ class DraftCosts:
     """Measured costs of a draft model, and the time budget for drafts that are not expected to be worth their cost.
 
     Attributes:
-        has_prefill: True if the draft model computes prompts, to have their KV.
-        probe_fraction: fraction of the total step time for probes, which test whether drafts have become worth their
-            cost.
+        has_prefill: True if the draft model also computes prompts, because its drafts need their KV.
+        probe_fraction: maximum fraction of the total step time that probes may add. A probe is a draft that is not
+            expected to be worth its cost. It tests this expectation.
     """
 
     has_prefill = True
@@ -95,9 +96,9 @@ class DraftCosts:
 
     @property
     def _token_seconds(self) -> float:
-        """Seconds per token that the draft model has to catch up with.
+        """Estimated seconds per token that the draft model has to catch up with.
 
-        After a single measurement, at most :attr:`forward_seconds`; 0 before it.
+        0 before the first measurement. At most :attr:`forward_seconds` before the second measurement.
         """
         return self._token.known or min(self._token.first, self.forward_seconds)
 
@@ -115,9 +116,10 @@ class DraftCosts:
         """Record the durations of a step and of the draft model's work in it.
 
         Args:
+            step_seconds: duration of the step, including the draft model's work.
+            drafting: result of the draft model in the step; None if it did not run.
             requests: ids of unfinished requests.
-            probe_seconds: time that a probe has added to the step, in seconds; 0 without a probe. A probe is a draft
-                that is not expected to be worth its cost.
+            probe_seconds: time that a probe has added to the step, in seconds; 0 without a probe.
         """
         self._seconds += step_seconds
         self._probe_seconds += probe_seconds
@@ -130,9 +132,10 @@ class DraftCosts:
             self._token.measured((drafting.seconds - drafting.forward_seconds) / drafting.num_tokens)
 
     def num_missing_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request lack KV of the draft model, beside the tokens that are new in each step.
+        """Return how many tokens of a request lack KV of the draft model.
 
-        The result can be negative.
+        The :data:`NEW_TO_DRAFT_MODEL` tokens that are new in every step are not counted, even if they have KV. The
+        result can therefore be negative.
         """
         return request.num_tokens - NEW_TO_DRAFT_MODEL - self._num_computed.get(request.request_id, 0)
 
@@ -143,17 +146,17 @@ class DraftCosts:
         return self._probe_seconds + seconds <= self.probe_fraction * self._seconds
 
     def catching_up_seconds(self, request: Request) -> float:
-        """Return the time that the draft model needs to catch up with a request, spread over the request's next steps.
+        """Return the time that the draft model needs to catch up with a request, in seconds per step.
 
-        The result is in seconds per step; 0 if unknown.
+        The total time is spread over the request's next steps, at most ``_CATCHING_UP_STEPS``. 0 if it is unknown.
         """
         num_steps = min(_CATCHING_UP_STEPS, request.max_tokens - request.num_output_tokens)
         return max(0, self.num_missing_tokens(request)) * self._token_seconds / max(1, num_steps)
 
     def record_num_tokens(self, request_id: str, num_tokens: int) -> None:
-        """Record that a request has ``num_tokens`` tokens with its accepted drafts.
+        """Record that a request has ``num_tokens`` tokens, including its accepted drafts.
 
-        The draft model's KV of later positions belongs to rejected drafts.
+        The draft model's KV of later positions belongs to rejected drafts, and no longer counts.
         """
         self._num_computed[request_id] = min(num_tokens, self._num_computed.get(request_id, 0))
 
@@ -187,4 +190,4 @@ class HeadCosts(DraftCosts):
             self._may_retry = not self._may_retry and not any(drafting.token_ids.values())
 
     def record_num_tokens(self, request_id: str, num_tokens: int) -> None:
-        """Do nothing: rejected drafts leave no KV that counts."""
+        """Do nothing: the number of tokens with KV of a head is not tracked."""

@@ -32,7 +32,7 @@ _MAX_BURSTS = 128
 
 @dataclass(slots=True)
 class _Rate:
-    """Average number of tokens and average duration of steps of one kind, with recent steps weighted most."""
+    """Moving averages of the number of tokens and of the duration of steps of one kind; 0 before the first step."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -53,7 +53,7 @@ class _Rates:
         num_plain: number of steps without drafts since the last step with drafts.
         num_drafted: number of steps with drafts in the current burst.
         num_bursts: number of bursts since the last step without drafts.
-        pause: number of steps without drafts before the next burst.
+        pause: number of steps without drafts that must precede the next burst.
     """
 
     plain: _Rate = field(default_factory=_Rate)
@@ -64,7 +64,7 @@ class _Rates:
     pause: int = 0
 
     def measured_plain(self, num_tokens: int, seconds: float) -> None:
-        """Record a step without drafts that yielded ``num_tokens`` tokens. Resets the count of bursts."""
+        """Record a step without drafts that yielded ``num_tokens`` tokens. Sets ``num_bursts`` to 0."""
         self.plain.measured(num_tokens, seconds)
         self.num_plain += 1
         self.num_bursts = 0
@@ -87,7 +87,10 @@ class _Rates:
 
 
 class DraftGain:
-    """Measured rates of steps that only decode, from one step end to the next."""
+    """Measured rates, with and without drafts, of steps that only decode.
+
+    The duration of a step is the time from the end of the previous step to the end of the step.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -104,7 +107,8 @@ class DraftGain:
         """Record a plan that only decodes. Steps that are not recorded are not measured.
 
         Args:
-            plan: plan with its drafts. Steps with lookups alone are not measured.
+            plan: plan, after its drafts were added. If all of them are lookups, the step is not measured.
+            num_requests: number of requests in the step.
             waited: True if the plan waited for tokens because drafts were expected. The wait counts as a cost of
                 drafts, even if the plan has no drafts.
         """
@@ -114,7 +118,7 @@ class DraftGain:
             self._planned[plan.step_id] = num_requests, has_drafts or waited
 
     def ended(self, step_id: int, num_tokens: int) -> None:
-        """Record the end of a step, which has yielded ``num_tokens`` tokens."""
+        """Record the end of a step, measured or not, which has yielded ``num_tokens`` tokens."""
         now, before = self._clock(), self._last_end
         self._last_end = now
         planned = self._planned.pop(step_id, None)
@@ -131,7 +135,7 @@ class DraftGain:
 
 
 class UnmeasuredGain(DraftGain):
-    """Gain of drafts that never pause. Nothing is measured."""
+    """Substitute for proposers without a draft head: drafts never pause, and nothing is measured."""
 
     def may_draft(self, num_requests: int) -> bool:
         return True

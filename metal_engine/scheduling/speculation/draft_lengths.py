@@ -1,13 +1,14 @@
 """Chooses how many drafts are worth their cost, from measured step times (``step_times.py``) and acceptance rates.
 
 A step of n rows takes T(n) seconds. Each request that samples yields one token plus its accepted drafts. The number of
-drafts maximizes expected tokens / T(n). If an additional row costs as much as it yields, no drafts are used.
+drafts is chosen so that (expected tokens) / T(n) is largest. No drafts are used if each additional row costs at least
+as much as it yields.
 
 All requests in a step wait for the time that drafts add, even requests that have no drafts and gain nothing. The added
 time is therefore weighted more if the step has other requests.
 
 A recurrent state cannot return to the last accepted draft. If a draft is rejected, the next step recomputes the
-accepted drafts and the rows before them. The cost of this is added to T(n).
+accepted drafts and the rows before them. The expected cost of the recomputation is added to T(n).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _OTHERS_WEIGHT = 0.75
 
 
 def least_gain(num_sampling: int, times: Sequence[float], draft_seconds: float = 0.0) -> float:
-    """Return the smallest acceptance probability at which some number of drafts is worth its cost.
+    """Return the smallest acceptance probability at which drafts, in some number, are worth their cost.
 
-    Return infinity if ``times`` covers no drafts.
+    At least ``MIN_GAIN``. Infinity if ``times`` covers no drafts.
 
     Args:
         num_sampling: number of tokens that the step yields without drafts.
-        times: result of :meth:`StepTimes.times`.
-        draft_seconds: time to find one draft per request before the step, in seconds.
+        times: result of :meth:`StepTimes.times`, indexed by the step's number of drafts.
+        draft_seconds: time to compute one draft for each request before the step, in seconds.
     """
     weight = 1.0 if draft_seconds else time_weight(max(1, num_sampling))
     costs = [
@@ -44,7 +45,7 @@ def least_gain(num_sampling: int, times: Sequence[float], draft_seconds: float =
 
 
 def time_weight(num_sampling: int) -> float:
-    """Return the weight of the time that draft rows add to a step of ``num_sampling`` requests."""
+    """Return the weight of the time that draft rows add to a step of ``num_sampling`` requests: 1 for one request."""
     return 1 + _OTHERS_WEIGHT * (1 - 1 / num_sampling)
 
 
@@ -77,17 +78,20 @@ def choose_lengths(
 ) -> DraftLengths:
     """Return how many drafts each request should have.
 
+    All sequences except ``times`` have an entry for each request.
+
     Args:
-        acceptances: probability that the next draft of a request is accepted, for each request.
-        limits: number of available drafts, for each request.
+        acceptances: probability that a draft of the request is accepted if the tokens before the draft are right.
+        limits: maximum number of drafts of the request.
         num_sampling: number of tokens that the step yields without drafts.
         times: result of :meth:`StepTimes.times`, indexed by the step's number of drafts, up to the maximum number.
-        draft_seconds: time to find one draft per request before the step, in seconds.
-        num_again: number of rows that the next step recomputes if a draft is rejected, beside the accepted drafts, for
-            each request. None if nothing is recomputed.
-        chances: probability that the tokens before a request's drafts are right, for each request. None means 1.
-        catching_up: additional seconds that a request's first draft costs, for each request. None means 0.
-        are_computed: True for requests whose drafts take ``draft_seconds``. None means all requests.
+        draft_seconds: time to compute one draft for each request before the step, in seconds.
+        num_again: number of rows that the next step recomputes if a draft is rejected, in addition to the accepted
+            drafts. None if nothing is recomputed.
+        chances: probability that the guesses for tokens in flight, which precede the request's drafts, are right. None
+            means 1.
+        catching_up: additional seconds that the request's first draft costs. None means 0.
+        are_computed: True if the request's drafts take ``draft_seconds``. None means True for all requests.
     """
     chances = chances or [1.0] * len(limits)
     # Draft j is accepted only if all earlier drafts of its request are. Sorting by gain keeps a request's drafts in
@@ -132,7 +136,7 @@ def choose_lengths(
 
 
 def _cost(times: Sequence[float], num_rows: float) -> float:
-    """Return how much longer a step takes with ``num_rows`` more rows. ``num_rows`` is an expected value."""
+    """Return by how many seconds ``num_rows`` more rows prolong a step. ``num_rows`` may be a fraction."""
     most = len(times) - 1
     if num_rows >= most:
         return (times[most] - times[0]) * num_rows / most

@@ -1,6 +1,6 @@
 """Prompt lookup: finds an earlier occurrence of a request's last tokens, and proposes the tokens that followed it.
 
-Each request has an index of its tokens that grows with them. No step scans a sequence.
+Each request has an index of its tokens, which grows with the tokens. No step scans a whole sequence.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _MIN_BUCKETS, _MAX_BUCKETS = 1 << 10, 1 << 20
 class NgramIndex:
     """Index of a sequence that finds earlier occurrences of its last tokens.
 
-    A *place* p is a position in the sequence. It identifies the tokens right before it, and token p, which followed
-    them. Places whose preceding ``min_tokens`` tokens hash to the same bucket form a chain, latest first::
+    A *place* p is a position in the sequence. It stands for an occurrence of the tokens right before p, which was
+    followed by token p. Places whose preceding ``min_tokens`` tokens hash to the same bucket form a chain, latest
+    first::
 
         heads[bucket] -> p -> earlier[p - min_tokens] -> ... -> -1
 
@@ -33,8 +34,9 @@ class NgramIndex:
     Args:
         min_tokens: number of tokens that must match.
         max_tokens: maximum number of tokens to compare.
-        num_tokens: current length of the sequence, which determines the number of buckets: the next power of two. If
-            the sequence gets longer than that, it outgrows the index, because chains get long.
+        num_tokens: current length of the sequence. The number of buckets is the next power of two, between
+            ``_MIN_BUCKETS`` and ``_MAX_BUCKETS``. The index is outgrown once it has more places than buckets: its
+            chains get long, and the caller should create a new index.
     """
 
     def __init__(self, min_tokens: int, max_tokens: int, num_tokens: int) -> None:
@@ -65,9 +67,10 @@ class NgramIndex:
             self._heads[bucket] = place
 
     def find(self, token_ids: list[int], last: list[int]) -> int | None:
-        """Return the place with the longest match for the tokens at the end of ``last``; of equal matches, the latest.
+        """Return the place with the longest match for the tokens at the end of ``last``.
 
-        None if no place matches. Compares only the latest ``MAX_CANDIDATES`` places of the bucket.
+        Of equally long matches, the latest place is returned. None if no match has ``min_tokens`` tokens. Compares only
+        the latest ``MAX_CANDIDATES`` places of the bucket.
 
         Args:
             token_ids: the indexed sequence.
@@ -99,9 +102,10 @@ class NgramIndex:
         return length
 
     def propose(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """Return the ``num_tokens`` tokens that followed an earlier occurrence of the last tokens; empty without one.
+        """Return the ``num_tokens`` tokens that followed an earlier occurrence of the sequence's last tokens.
 
-        If the copy reaches the end of the sequence, it continues with the tokens it has copied, as in a loop.
+        Empty if there is no earlier occurrence. If the copied tokens reach the end of the sequence, the copy repeats
+        from its start, e.g. ``[7, 8, 7, 8]``.
         """
         place = self.find(token_ids, token_ids)
         if place is None:
@@ -115,8 +119,8 @@ class NgramIndex:
 class PredictedText:
     """Position of a request in the text that its client predicts.
 
-    Starts at the beginning of the text and follows it until the request generates a different token. Then it looks up
-    the request's last tokens in the text.
+    The position starts at the beginning of the text, and advances with the output until the request generates a
+    different token. Then the request's last tokens are looked up in the text.
 
     Args:
         token_ids: the predicted text.
@@ -136,7 +140,13 @@ class PredictedText:
         return num_missing
 
     def propose(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """Return the next ``num_tokens`` tokens of the text; empty if the text lacks the request's last tokens."""
+        """Return up to ``num_tokens`` tokens of the text that may come next.
+
+        Empty at the end of the text, or if the text lacks the request's last tokens.
+
+        Args:
+            token_ids: all tokens of the request, including its prompt: the list of the previous call, extended.
+        """
         new, self._num_seen = token_ids[self._num_seen :], len(token_ids)
         if self._place is not None and self._token_ids[self._place : self._place + len(new)] == new:
             self._place += len(new)
@@ -169,7 +179,7 @@ class PredictedTextProposer(ABC):
 
     @abstractmethod
     def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
-        """Return drafts for a request that does not follow a predicted text."""
+        """Return drafts from another source, for a request that does not follow a predicted text."""
 
     def _from_predicted_text(self, request: Request, num_tokens: int) -> list[int]:
         if not request.options.predicted_token_ids:
@@ -188,7 +198,7 @@ class PredictedTextProposer(ABC):
         return drafts
 
     def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Count accepted and rejected drafts of the last proposal if it came from a predicted text."""
+        """Add the result to ``request.num_predicted_tokens`` if the last proposal came from a predicted text."""
         if request.request_id in self._followed:
             accepted, rejected = request.num_predicted_tokens
             request.num_predicted_tokens = accepted + num_accepted, rejected + num_drafts - num_accepted
@@ -199,7 +209,10 @@ class PredictedTextProposer(ABC):
 
 
 class NgramProposer(PredictedTextProposer):
-    """Proposer of drafts by prompt lookup."""
+    """Proposer of drafts from a predicted text, or else by prompt lookup.
+
+    Proposes nothing by lookup until the request's tokens are indexed: at most ``TOKENS_PER_STEP`` in each step.
+    """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Selects the requests whose drafts are likely enough to be accepted, from proposals and their past acceptance."""
+"""Selects the requests that get drafts, by how often their earlier drafts were accepted."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ class Proposer(Protocol):
     """Source of drafts.
 
     Attributes:
-        acceptance: estimated acceptance of its drafts.
+        acceptance: estimated acceptance of the proposer's drafts.
     """
 
     acceptance: SourceAcceptance
 
     def begin_step(self) -> None:
-        """Prepare for the proposals of a step. Called before them."""
+        """Prepare for a step. Called before the first :meth:`propose` for the step."""
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         """Return up to ``num_tokens`` tokens that may follow the request's tokens.
 
         If the runner's draft model or head is to fill in the drafts, all returned tokens are :data:`UNKNOWN_DRAFT`.
+        Empty if the proposer has no drafts for the request.
         """
 
     def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Record the result of the last proposal, of which the first ``num_drafts`` tokens were tried."""
+        """Record the result of a request's last proposal: ``num_drafts`` leading tokens of it were tried."""
 
     def forget(self, request_id: str) -> None:
         """Drop the data of a request that has ended."""
@@ -67,7 +68,7 @@ def make_costs(config: SpeculativeConfig) -> DraftCosts | None:
 
 
 class Proposals:
-    """Requests drafts from a proposer for the requests that may have drafts.
+    """Obtains drafts from a proposer for the requests that may have drafts, and selects the promising ones.
 
     Args:
         costs: costs of the drafts that the runner computes; None if the runner computes no drafts.
@@ -95,9 +96,9 @@ class Proposals:
         return 0.0 if self._costs is None else self._costs.forward_seconds
 
     def catching_up_seconds(self, request: Request, drafts: list[int]) -> float:
-        """Return the time for the draft model to catch up with a request, in seconds per step of its next steps.
+        """Return :meth:`DraftCosts.catching_up_seconds` of a request.
 
-        0 if the time is unknown, or if ``drafts`` do not come from the draft model.
+        0 if the time is unknown, or if the runner does not compute ``drafts``, which must not be empty.
         """
         is_asked = self._costs is not None and drafts[0] == UNKNOWN_DRAFT
         return self._costs.catching_up_seconds(request) if self._costs is not None and is_asked else 0.0
@@ -107,10 +108,10 @@ class Proposals:
         return self._costs is None or self._costs.are_known
 
     def begin_step(self, *, allows_head: bool = True) -> None:
-        """Prepare for the proposals of a step. Called before them.
+        """Prepare for a step. Called before :meth:`select`.
 
         Args:
-            allows_head: False to return no drafts of a draft head.
+            allows_head: False if the step must have no drafts of a draft head.
         """
         self._proposer.begin_step()
         self._allows_head = allows_head
@@ -118,17 +119,22 @@ class Proposals:
     def select(
         self, decoding: list[Request], num_sampling: int, times: list[float], num_planned: int = 1
     ) -> tuple[dict[Request, list[int]], list[Request]]:
-        """Return the drafts of requests that are likely enough to be worth their cost, and the other requests.
+        """Select the requests whose drafts are likely enough to be worth their cost.
 
-        The drafts are limited to the rows that ``times`` covers. Requests with the likeliest drafts come first; equally
-        likely requests rotate from step to step. The second result lists requests whose acceptance is too low, or for
-        which no rows are left. All other requests are in neither result, for example if the proposer finds no drafts.
+        Requests with the likeliest drafts come first. Equally likely requests rotate from step to step. Also compares
+        the drafts that :meth:`record_untried` has recorded for the requests with their tokens.
 
         Args:
+            decoding: requests that may have drafts.
             num_sampling: number of requests that sample in the step.
-            times: result of :meth:`StepTimes.times`.
+            times: result of :meth:`StepTimes.times`. At most as many requests have drafts as the result has additional
+                rows. If the runner computes drafts, this also limits their total number.
             num_planned: 1 if the step is planned, so that each request has a placeholder for the token that this step
                 samples; 0 if the step is not planned yet. Drafts begin with guesses for all other placeholders.
+
+        Returns:
+            The drafts of the selected requests, and the requests whose acceptance is too low or for which no rows are
+            left. All other requests are in neither result, for example if the proposer finds no drafts.
         """
         least = least_gain(num_sampling, times, self.draft_seconds)
         least_of_lookups = least if self.acceptance.is_shared else least_gain(num_sampling, times)
@@ -174,8 +180,8 @@ class Proposals:
         """Return the maximum number of computed drafts for each request. All requests share ``num_rows`` rows.
 
         A draft is accepted only if all earlier drafts of its request are. The first drafts of many requests are
-        therefore worth more than all drafts of a few. A draft model has to catch up with each request first, so it
-        drafts for a few.
+        therefore worth more than all drafts of a few, and a draft head drafts for many. A draft model has to catch up
+        with each request first, so it drafts for a few: every request may have the maximum number.
         """
         has_rows_for_all = num_rows >= len(requests) * self._num_drafts
         if self._costs is None or self._costs.has_prefill or has_rows_for_all:
@@ -217,24 +223,27 @@ class Proposals:
         return drafts[:end]
 
     def num_guesses(self, request: Request, drafts: list[int]) -> int:
-        """Return how many of a request's leading drafts are guesses for tokens in flight; 0 for computed drafts.
+        """Return how many of a request's leading drafts are guesses for tokens in flight.
 
-        The later drafts depend on these guesses.
+        The later drafts depend on these guesses. 0 for drafts that the runner computes, once it knows the tokens.
         """
         return 0 if drafts[0] == UNKNOWN_DRAFT else request.num_output_placeholders
 
     def may_pay_off(self, request: Request) -> bool:
-        """Return True if the draft model's drafts of a request are likely to be worth their cost when it decodes."""
+        """Return True if drafts of the draft model are likely to be worth their cost once the request decodes."""
         may_have_drafts = request.options.use_speculation and request.pooling_params is None
         return may_have_drafts and self.acceptance.computed.of(request.request_id) >= self._least_gain
 
     def record_untried(self, request: Request, drafts: list[int]) -> None:
-        """Record the first of some untried drafts, to compare it with the generated token. Skips UNKNOWN_DRAFT."""
+        """Record the first draft of a request that gets no drafts, to compare it with the token generated instead.
+
+        Does nothing if ``drafts`` are empty or to be filled in by the runner.
+        """
         if drafts and drafts[0] != UNKNOWN_DRAFT:
             self._noted[request.request_id] = request.num_tokens, drafts[0]
 
     def record_untried_drafts(self, others: list[Request]) -> None:
-        """Record the next draft of up to ``_MAX_NOTED`` requests, in rotation. See :meth:`record_untried`."""
+        """Call :meth:`record_untried` with the next draft of up to ``_MAX_NOTED`` requests, in rotation."""
         for i in range(min(_MAX_NOTED, len(others))):
             request = others[(self._rotation + i) % len(others)]
             self.record_untried(request, self._drafts(request, 1))
@@ -243,7 +252,8 @@ class Proposals:
     def pick_probe_request(self, requests: list[Request]) -> Request | None:
         """Return one of ``requests`` to probe: it gets a draft that is not expected to be worth its cost.
 
-        None if the runner computes no drafts, or if the time budget for probes allows none now.
+        The requests take turns. None if the next request would get a looked-up draft, or if its draft exceeds the time
+        budget for probes.
         """
         if self._costs is None or not requests:
             return None
@@ -254,7 +264,7 @@ class Proposals:
     def _compare(self, request: Request) -> None:
         """Compare a request's recorded draft with the generated token, and update the acceptance of lookups.
 
-        Does nothing without a recorded draft.
+        Does nothing without a recorded draft (:meth:`record_untried`) or if its token was not generated.
         """
         index, draft = self._noted.pop(request.request_id, (request.num_tokens, -1))
         if index < request.num_tokens:
@@ -265,7 +275,7 @@ class Proposals:
 
         Args:
             planned: drafts in the plan. They determine the source whose acceptance is updated.
-            num_drafts: number of drafts that were tried. Fewer than planned if the runner had too few drafts.
+            num_drafts: number of drafts that were tried: fewer than planned if the runner computed fewer.
         """
         self.acceptance.of_source(planned).tried(request.request_id, num_drafts, num_accepted)
         if self._costs is not None:
@@ -278,7 +288,7 @@ class Proposals:
             self._costs.forget(request_id)
 
     def suspend_drafts(self, request_id: str) -> None:
-        """Suspend drafts of a request for the next planned step."""
+        """Suspend drafts of a request for its next planned step."""
         self._suspended.add(request_id)
 
     def planned_async(self, request_ids: Iterable[str]) -> None:

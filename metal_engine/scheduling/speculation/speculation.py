@@ -2,8 +2,8 @@
 
 A draft is a token that a request is likely to generate. The draft is computed in the same step as the request's last
 known token. A request with k drafts has 1 + k rows in a step, and samples at each row. A draft that differs from the
-token sampled at the row before it is rejected, as are all drafts after it. Drafts only get tokens of the step's budget
-that running requests and prompts do not use.
+token sampled at the row before it is rejected, as are all drafts after it. Drafts only get the part of the step's token
+budget that running requests and prompts do not use.
 
 A recurrent state cannot return to the last accepted draft. The state before the drafts is therefore kept. If a draft is
 rejected, the request's next step starts from that state and recomputes the accepted drafts.
@@ -41,10 +41,12 @@ class Speculation:
         blocks: block pool. Drafts use free blocks only; no request is preempted for them.
         proposer: source of drafts.
         times: measured step times. Default: an empty record.
-        costs: measured costs of the drafts that the runner computes. Default: an empty record, if it computes drafts.
+        costs: measured costs of the drafts that the runner computes. Default: an empty record if the runner computes
+            drafts, otherwise none.
         states: recurrent states of running requests; None for models without recurrent layers.
         async_planning: measured times of asynchronously planned steps. Default: an empty record.
-        gain: measured gain of a draft head. Default: an empty record.
+        gain: measured rates with and without drafts. Default: an empty record with a draft head, otherwise none, so
+            that drafts never pause.
     """
 
     def __init__(
@@ -91,8 +93,10 @@ class Speculation:
         - With drafts, the step is expected to yield more tokens per second, or a probe of the runner's drafts is due.
 
         The expected number of tokens is computed with drafts that follow the tokens known now. The first of these
-        drafts are guesses for the tokens in flight. A draft model runs when all tokens are known, so its drafts include
-        no guesses for tokens in flight.
+        drafts are guesses for the tokens in flight. A draft model or head runs when all tokens are known, so its drafts
+        include no guesses.
+
+        Call it once before each plan: the waits are counted (:meth:`AsyncPlanning.may_wait`).
 
         Args:
             running: all running requests.
@@ -147,10 +151,10 @@ class Speculation:
         times: list[float],
         hoped: list[float],
     ) -> bool:
-        """Return True if steps with drafts are expected to yield more tokens per second than asynchronous steps.
+        """Return True if a step with drafts is expected to yield more tokens per second than asynchronous steps.
 
         Args:
-            limits: number of drafts after the tokens in flight, for each proposal, within the available capacity.
+            limits: for each proposal, number of drafts after the tokens in flight that fit into the capacity.
             times: step times by number of drafts, as far as measured.
             hoped: ``times`` extended to the maximum number of drafts.
         """
@@ -172,7 +176,10 @@ class Speculation:
     # --- planning ---
 
     def add_drafts(self, plan: SchedulerOutput, budget: StepBudget, running: Mapping[str, Request]) -> None:
-        """Add drafts to the requests that sample in the plan, within the remaining budget."""
+        """Add drafts to the requests that sample in the plan, within the remaining budget.
+
+        Adds no drafts to a plan that is made asynchronously, while another step is in flight.
+        """
         scheduled = plan.num_scheduled_tokens
         if not scheduled:
             return  # nothing to schedule until the steps in flight finish
@@ -230,7 +237,7 @@ class Speculation:
         return num_rows == 1 or (self._states is not None and self._states.recomputes_drafts(request))
 
     def _schedule_draft_prefill(self, plan: SchedulerOutput, running: Mapping[str, Request]) -> None:
-        """Select the prompts that the draft model also prefills: their drafts are likely to be worth the cost."""
+        """Have the draft model also prefill the prompts whose requests will probably have drafts of the draft model."""
         if self._costs is None or not self._costs.has_prefill:
             return
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
@@ -289,9 +296,9 @@ class Speculation:
         return chosen
 
     def _add(self, plan: SchedulerOutput, budget: StepBudget, request: Request, drafts: list[int]) -> int:
-        """Plan as many of a request's drafts as the free blocks and the step's remaining attention work allow.
+        """Plan as many leading drafts of a request as the limits on drafts allow (:func:`max_drafts`).
 
-        Return the number of planned drafts.
+        Return the number of planned drafts; 0 if the recurrent state before them cannot be kept.
         """
         num_computed, blocks = request.num_computed_tokens, self._blocks
         num_tokens = blocks.num_held_tokens(request.request_id) + blocks.num_free_blocks * blocks.block_size
@@ -307,7 +314,10 @@ class Speculation:
         return len(drafts)
 
     def _with_blocks(self, request: Request, plan: SchedulerOutput, drafts: list[int]) -> list[int]:
-        """Allocate blocks for the drafts and return the drafts; empty if the state before them cannot be kept."""
+        """Keep the recurrent state before the drafts, allocate blocks for the drafts, and return the drafts.
+
+        Return an empty list if the state cannot be kept.
+        """
         request_id, start = request.request_id, request.num_computed_tokens
         if drafts and self._states is not None and not self._states.keep_for_drafts(plan, request):
             return []
@@ -369,7 +379,8 @@ class Speculation:
     def _added_seconds(self, seconds: float, drafting: Drafting | None) -> float:
         """Estimate how much longer a step of ``seconds`` took than the same step without drafts, in seconds.
 
-        The result is at least the time of the draft model or head, and exactly that time if no plain step was measured.
+        The result is at least the time of the draft model or head. It is exactly that time if the step also prefilled,
+        or if no comparable step without drafts was measured.
         """
         known = self._async_planning.seconds(self._num_plain_rows) if self._config.async_scheduling else None
         if known is None:
@@ -378,7 +389,10 @@ class Speculation:
         return max(added, 0.0 if drafting is None else drafting.seconds)
 
     def _take_back(self, request: Request, num_rows: int, num_rejected: int) -> None:
-        """Roll back a request's ``num_rejected`` rejected drafts; with a recurrent state, all ``num_rows`` rows."""
+        """Roll back a request's ``num_rejected`` rejected drafts.
+
+        With a recurrent state, any rejected draft rolls back all ``num_rows`` rows that the request had in the step.
+        """
         if self._states is None:
             request.num_computed_tokens -= num_rejected
             return

@@ -43,7 +43,7 @@ class _Size:
 class StepTimes:
     """Durations of steps that only decode, by number of rows including drafts.
 
-    The older the measurement of a size, the closer its estimate is to the time of a step without drafts. A size that
+    The estimate for a size approaches the time of a step without drafts as its last measurement gets older. A size that
     looked too slow is therefore tried again, about once in a thousand steps.
     """
 
@@ -55,7 +55,10 @@ class StepTimes:
         self._num_rows = 0
 
     def start(self) -> None:
-        """Start timing a step. Called when its planning starts."""
+        """Start timing a step.
+
+        Called when its planning starts, and with ``--async-scheduling`` also when the previous step has ended.
+        """
         self._started = self._clock()
         self._num_rows = 0
 
@@ -98,9 +101,9 @@ class StepTimes:
         """Return the durations in seconds of steps of ``num_rows``, ``num_rows + 1``, ... ``num_rows + most`` rows.
 
         The result is empty if no step of ``num_rows`` rows or fewer has been measured twice. Durations between measured
-        sizes are interpolated linearly. Sizes slightly above the largest measured size get the time of the largest
-        size, so that they are tried. The result leaves out larger sizes, and has a single entry if ``num_rows`` is far
-        above all measured sizes.
+        sizes are interpolated linearly. Sizes up to a quarter above the largest measured size, or up to
+        ``_ALWAYS_TRIED``, get the time of that size, so that they are tried. The result ends before larger sizes, but
+        has at least the entry for ``num_rows`` unless it is empty.
         """
         known = sorted((size, entry) for size, entry in self._sizes.items() if entry.is_sure)
         above = bisect_right(known, num_rows, key=lambda pair: pair[0])
