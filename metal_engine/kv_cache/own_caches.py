@@ -20,8 +20,11 @@ from metal_engine.kv_cache.state import StateSnapshot
 def array_places(value: Any, seen: set[int] | None = None) -> Iterator[tuple[Any, Any]]:
     """Yield the place of each array within caches: the list or dictionary that holds the array, and its index or key.
 
-    Searches lists, tuples, dictionaries and attributes recursively, each object once. ``seen`` has the ids of the
-    objects already searched.
+    Searches lists, tuples, dictionaries and attributes recursively, each object once. The holder of an array in a tuple
+    is a copy of the tuple as a list: assigning to the copy does not change the caches.
+
+    Args:
+        seen: ids of the objects that are already searched; None at the top level.
     """
     seen = set() if seen is None else seen
     if id(value) in seen:
@@ -72,7 +75,7 @@ class OwnCachesState(RecurrentState):
         return [holder[key] for holder, key in array_places(list(self._caches.values()))]
 
     def pending_states(self) -> PendingByArray:
-        """Return an empty dictionary. Only replay discards pending states, and it is off for these models."""
+        """Return an empty dictionary: only replay uses the result, and replay is disabled for these models."""
         return {}
 
     def forget(self, slots: set[int]) -> None:
@@ -85,7 +88,7 @@ class OwnCachesState(RecurrentState):
             self._caches = {slot: caches for slot, caches in self._caches.items() if slot in slots}
 
     def copy_of(self, slot: int) -> list[Any]:
-        """Return a copy of the caches in a slot, one per layer, for a step that extends them.
+        """Return a copy of the caches in a slot, one per layer, for a step that extends them. Arrays are shared.
 
         Raises KeyError if the slot has no caches.
         """
@@ -94,7 +97,7 @@ class OwnCachesState(RecurrentState):
     def store(self, slot: int, caches: list[Any]) -> None:
         """Store the caches of a request after a step, one per layer, in a slot.
 
-        Takes over the objects, and replaces their arrays by contiguous ones that are not evaluated yet.
+        The state takes over the objects. Their arrays are replaced by contiguous arrays, which are not evaluated yet.
         """
         for holder, key in array_places(caches):
             # A slice would keep its whole base array in memory, such as a window with all tokens of a chunk.

@@ -65,7 +65,7 @@ class StatePool:
     Attributes:
         is_recurrent: True if a layer carries a state from token to token, or requests have mlx-lm's own caches.
         has_index: True if a layer attends only to the keys that an index selects.
-        own_caches: mlx-lm's own caches of requests; None if the states of packed steps replace them.
+        own_caches: state that holds mlx-lm's own caches of each request; None for models that packed steps support.
     """
 
     def __init__(self, states: Iterable[LayerState]) -> None:
@@ -86,7 +86,10 @@ class StatePool:
         return cls(make_state(spec) for spec in specs)
 
     def unquantized(self) -> StatePool:
-        """Create a pool for the same layers without quantized states. It shares all other states with this pool."""
+        """Create a pool for the same layers with unquantized states, unallocated, in the place of quantized states.
+
+        All other states are shared with this pool.
+        """
         return StatePool(
             make_state(state.spec.full) if isinstance(state.spec, QuantizedKVSpec) else state for state in self.states
         )
@@ -106,7 +109,7 @@ class StatePool:
 
     @property
     def kv_dtype(self) -> str:
-        """Return the type of stored keys and values, such as ``"int8"`` or ``"bfloat16"``.
+        """Return the type of the first layer's stored keys and values, such as ``"int8"`` or ``"bfloat16"``.
 
         Return ``"none"`` if no layer stores data for each token.
         """
@@ -131,7 +134,7 @@ class StatePool:
         return any(state.arrays for state in self.states)
 
     def allocate(self, num_blocks: int, block_size: int, num_state_slots: int = 0) -> None:
-        """Allocate all arrays and drop earlier arrays.
+        """Allocate all arrays, filled with zeros, and drop earlier arrays. Raises MLX's error if memory is short.
 
         Args:
             num_blocks: number of blocks.
@@ -176,7 +179,10 @@ class StatePool:
         return [state.arrays.pop(name) for state, name in self._of_tokens] + states
 
     def attach_arrays(self, arrays: list[mx.array], slots: Slots) -> None:
-        """Store arrays in the order of :meth:`detach_arrays`. Recurrent states become pending states of ``slots``."""
+        """Store a step's resulting arrays, in the order of :meth:`detach_arrays`.
+
+        The new recurrent states become the pending states of ``slots``.
+        """
         num_of_tokens = len(self._of_tokens)
         for (state, name), array in zip(self._of_tokens, arrays[:num_of_tokens], strict=True):
             state.arrays[name] = array
@@ -188,10 +194,10 @@ class StatePool:
         mx.eval(list(self._arrays()))
 
     def writes_done_marker(self) -> mx.array:
-        """Return an array that is computed after all writes.
+        """Return an array that is computed after all writes, for asynchronous evaluation.
 
-        It can be evaluated asynchronously. Evaluating the pool's own arrays asynchronously would prevent later writes
-        in place. The result holds all arrays of the pool until the device has computed it.
+        Evaluating the pool's own arrays asynchronously would prevent later writes in place. The returned array holds
+        references to all arrays of the pool until the device has computed it.
         """
         return marker_after(self._arrays())
 
@@ -226,7 +232,7 @@ class StatePool:
             yield from state.writes_done_marker()
 
     def pending_states(self) -> list[PendingByArray]:
-        """Return the new recurrent states of the step built last, to restore if the step after it is discarded."""
+        """Return the new recurrent states of the step built last. Restore them if the following step is discarded."""
         return [state.pending_states() for state in self._recurrent]
 
     def restore_pending_states(self, states: list[PendingByArray]) -> None:
@@ -239,12 +245,12 @@ class StatePool:
         return [state.read(name, slots) for state, name in self._of_requests]
 
     def put_states(self, slots: Slots, states: list[mx.array]) -> None:
-        """Store states from :meth:`read_states` in some slots, as pending states. No other states may be pending."""
+        """Store states from :meth:`read_states` in some slots, as pending states. Drops all other pending states."""
         for (state, name), values in zip(self._of_requests, states, strict=True):
             state.attach_arrays(name, slots, values)
 
     def forget_states(self, slots: set[int]) -> None:
-        """Discard the pending states of some slots. A store then provides their states, or no request needs them."""
+        """Discard the pending states of some slots: a store provides these states, or no request needs them."""
         for state in self._recurrent:
             state.forget(slots)
 
@@ -260,8 +266,8 @@ class StatePool:
     def recover_state(self, state: LayerState) -> bool:
         """Make one layer's arrays usable after failed work on that layer alone.
 
-        If the arrays cannot be evaluated, replace them by empty arrays and return False. The layer's rows of all
-        requests are then lost.
+        Returns False if the arrays cannot be evaluated. They are then replaced by zeros, and the layer's rows of all
+        requests are lost.
         """
         try:
             mx.eval(state.writes_done_marker())
@@ -275,7 +281,8 @@ class StatePool:
         """Make the arrays usable for the next step, after a step that failed with ``error``.
 
         Layers before the failure have pending writes for tokens that will not be read. These writes are executed. If
-        that fails too, the old arrays are lost, because writes are in place. The pool is then reallocated and empty.
+        they fail too, the old arrays are lost, because writes are in place. All arrays are then allocated again
+        (:meth:`renew`).
 
         Raises:
             KVCacheLostError: the pool had to be reallocated.
@@ -287,7 +294,9 @@ class StatePool:
             self.renew(error)
 
     def renew(self, error: Exception) -> NoReturn:
-        """Replace all arrays by empty ones because of an error. If that fails, the pool may stay unallocated.
+        """Release all arrays and allocate them again, because of an error that has made their contents useless.
+
+        If the allocation fails, the pool stays unallocated or incomplete. The failure is only logged.
 
         Raises:
             KVCacheLostError: always.

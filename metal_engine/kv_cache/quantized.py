@@ -1,8 +1,8 @@
 """Keys and values of one layer in 8 or 4 bits.
 
 A row is quantized once, when it is stored. All reads return the quantized values, including reads in the same step.
-Otherwise the keys and values that a token attends to would depend on which step computed them, and outputs on how
-prompts are chunked.
+Otherwise the keys and values that a token attends to would depend on which step computed them, and outputs would depend
+on how prompts are chunked.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ class StateTransferPlan:
     def has_copies(self) -> bool:
         """True if the step copies states.
 
-        It does not if each group uses one whole pending array, and no row of a pending array is written to the pool.
+        False if no row of a pending array is written to the pool, and each group uses one whole pending array or starts
+        from a zero state.
         """
         whole = (runs is None or (len(runs) == 1 and runs[0].index is None) for runs in self.taken)
         return self.slots is not None or not all(whole)
@@ -190,7 +191,7 @@ class RecurrentState:
         self._pending = pending
 
     def attach_arrays(self, name: str, slots: Slots, values: mx.array) -> None:
-        """Store states, [b, ...], for some slots as the only pending states. Earlier pending states are dropped."""
+        """Store states of an array, [b, ...], as pending states of ``slots``. Drops its earlier pending states."""
         self._pending[name] = [PendingStates(slots, values)]
 
     def pending(self) -> list[mx.array]:
@@ -223,7 +224,7 @@ class RecurrentState:
         return [None if runs is None else _joined([rows.of(values, pool) for rows in runs]) for runs in plan.taken]
 
     def forget(self, slots: set[int]) -> None:
-        """Discard the pending states of some slots. A store then provides their states, or no request needs them."""
+        """Discard the pending states of some slots: a store provides these states, or no request needs them."""
         for name, pending in self._pending.items():
             kept = [(p, [i for i, slot in enumerate(p.slots) if slot not in slots]) for p in pending]
             self._pending[name] = [p.only(wanted) for p, wanted in kept if wanted]
@@ -235,7 +236,10 @@ class RecurrentState:
         return mx.concatenate([pending[slot] if slot in pending else pool[slot : slot + 1] for slot in slots])
 
     def put(self, name: str, slots: Slots, values: mx.array) -> None:
-        """Store a group's new states, [b, ...], as pending states. Smaller states are padded with zeros at the end."""
+        """Store a group's new states, [b, ...], as pending states, after :meth:`take` for the same step.
+
+        Smaller states are padded with zeros at the end of each axis.
+        """
         spec = self.spec.request_arrays[name]
         if values.shape[1:] != spec.shape:  # a state that grows to its full size: pad with zeros
             missing = [(want - have, 0) for want, have in zip(spec.shape, values.shape[1:], strict=True)]

@@ -82,7 +82,9 @@ class StepRows:
     image_spans: ImageSpans | None = None  # None if no row attends to a later row
 
     def spans_of_layer(self, window: int | None) -> np.ndarray | None:
-        """Return the spans of rows that attend to each other in a layer, [S, 2] int32; None if there are no spans.
+        """Return the spans of rows that attend to each other in a layer, [S, 2] int32.
+
+        None if the rows of the layer attend only to earlier rows.
 
         Args:
             window: sliding window of the layer in tokens, or None.
@@ -124,7 +126,7 @@ class StepRows:
         return self.make_writes(self.slot_mapping, self.block_size)
 
     def sampling_rows(self) -> StepRows:
-        """Return the rows that sample, laid out as a step of their own. The rows before them count as context.
+        """Return a step that consists of only the rows that sample. The rows before them count as context.
 
         Requests that do not sample are left out, and so are image spans.
         """
@@ -160,7 +162,7 @@ class StepRows:
         )
 
     def slots(self, requests: np.ndarray | int, positions: np.ndarray | int) -> np.ndarray:
-        """Return the slots of positions of this step's requests. Both index arrays broadcast."""
+        """Return the slots of positions of this step's requests (:func:`slots_of`)."""
         return slots_of(self.block_table, requests, positions, self.block_size)
 
     def validate(self, num_blocks: int, num_state_slots: int = 0) -> None:
@@ -320,7 +322,7 @@ def step_rows(
         context_lens: [B] int32, number of tokens of each request that already have state.
         query_lens: [B] number of tokens of each request in this step.
         block_size: tokens of a block.
-        num_samples: [B] number of rows at the end of each request that sample; None means one row per request.
+        num_samples: [B] number of rows that sample, at the end of each request's rows; None means one row per request.
         state_slots: [B] and [B] int32, slots of the requests' initial and new recurrent states; None if no layer is
             recurrent.
         make_writes: creates the object that writes rows to their slots.

@@ -46,7 +46,7 @@ class SegmentGroup:
 
     @property
     def is_fresh(self) -> bool:
-        """True if the segments start requests, so that they have no initial state."""
+        """True if the segments start requests, so that their initial state is zero."""
         return self.reads[0] == ZERO_STATE_SLOT
 
     def take(self, x: mx.array, axis: int = 1) -> mx.array:
@@ -126,7 +126,7 @@ class Segments:
 
     @classmethod
     def alike(cls, num_segments: int, length: int) -> Segments:
-        """Create segments of equal length, for a trace. Segment i reads and writes slot i + 1, so none is fresh."""
+        """Create segments of equal length, for a trace. Segment i has slot i + 1, so none starts a request."""
         slots = np.arange(1, num_segments + 1, dtype=np.int32)
         return cls(np.arange(num_segments + 1, dtype=np.int32) * np.int32(length), slots, slots)
 
@@ -139,7 +139,8 @@ class Segments:
     def tables(self) -> tuple[mx.array, mx.array]:
         """Arrays for kernels, int32: ``cu_seqlens``, [B+1], and the row of each segment's initial state, [B].
 
-        Row i of an array of states has the initial state of segment i. The entry is -1 if the segment starts a request.
+        The states of a step are in one array, with segment i in row i. The second array therefore has i for segment i,
+        or -1 if the segment starts a request.
         """
         reads = [-1 if slot == ZERO_STATE_SLOT else index for index, slot in enumerate(self.reads)]
         return mx.array(self.cu_seqlens), mx.array(reads)

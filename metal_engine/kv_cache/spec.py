@@ -81,10 +81,10 @@ class KVSpec(StateSpec):
 
 @dataclass(frozen=True)
 class LatentSpec(StateSpec):
-    """Multi-head latent attention with one KV head: the form that mlx-lm uses for a single token.
+    """Multi-head latent attention (MLA) as attention with one KV head, the form that mlx-lm uses for a single token.
 
     The key is a latent vector of ``latent_dim`` numbers, followed by a position part of ``rope_dim`` numbers. The
-    latent is also the value.
+    latent is also the value, so values are not stored.
     """
 
     latent_dim: int
@@ -106,7 +106,7 @@ class LatentSpec(StateSpec):
 
     @property
     def v_head_dim(self) -> int:
-        """Return the length of a value as it is read: the whole key."""
+        """Return the length of a value as backends read it. They read the whole key (``LatentState``)."""
         return self.head_dim
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class LatentSpec(StateSpec):
 
 @dataclass(frozen=True)
 class IndexSpec(StateSpec):
-    """Keys of an index: one vector per token. The index selects the tokens to which its layer attends.
+    """Keys of an index: one vector per token. The index selects the tokens to which its (sparse) layer attends.
 
     Index keys are never quantized.
     """
@@ -248,7 +248,7 @@ class RecurrentSpec(StateSpec):
     """A layer that carries a state from token to token: a few arrays of fixed size for each request.
 
     Attributes:
-        entries: entries of mlx-lm's cache of the layer, in its order, without the batch axis.
+        entries: shape (without the batch axis) and type of each entry of the layer's mlx-lm cache, in order.
     """
 
     entries: tuple[ArraySpec, ...]

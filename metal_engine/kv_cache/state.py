@@ -1,6 +1,6 @@
 """State of one layer as arrays: plain keys and values, latents (MLA), or keys of an index.
 
-``quantized`` stores keys and values, or latents, in fewer bits.
+The state in ``quantized.py`` stores keys and values, or latents, in fewer bits.
 
 Each class owns its arrays, writes a step's rows to them, and returns them by name. Outside this package, only attention
 backends, which read a state, depend on its contents.
@@ -35,7 +35,7 @@ class LayerState(Protocol):
     """State that one layer stores for all requests.
 
     Attributes:
-        spec: specs of the arrays by name, with the bytes per token and per request.
+        spec: shapes and types of the arrays by name, and bytes per token and per request.
         arrays: the arrays: [num_slots, ...] with rows for tokens, or [1 + num_state_slots, ...] with rows for requests.
             Empty before allocation.
     """
@@ -55,7 +55,7 @@ class LayerState(Protocol):
         ...
 
     def snapshot(self) -> StateSnapshot:
-        """Return the current arrays. While the snapshot exists, evaluating a step copies them."""
+        """Return the current arrays. While the snapshot exists, evaluating a step copies each array it writes to."""
         ...
 
     def restore(self, snapshot: StateSnapshot) -> None:
@@ -124,7 +124,7 @@ class TokenState:
 
 
 class KVState(TokenState):
-    """Keys and values of one layer: ``keys`` [num_slots, num_kv_heads, head_dim], ``values`` with ``v_head_dim``.
+    """Keys, [num_slots, num_kv_heads, head_dim], and values, [num_slots, num_kv_heads, v_head_dim], of one layer.
 
     Attention backends that compute in float32 read keys and values with :meth:`read_heads` and :meth:`read_tokens`.
     """
@@ -162,8 +162,8 @@ class KVState(TokenState):
 class LatentState(KVState):
     """Latents of one layer. A key consists of the latent and its position part; the value is the whole key.
 
-    Only the first ``latent_dim`` columns of the attention output are used: the output over the latents. The caller
-    slices off the others.
+    The attention output therefore has ``head_dim`` columns. The first ``latent_dim`` columns are the output over the
+    latents. The caller slices off the other columns, which have no meaning.
     """
 
     spec: LatentSpec

@@ -19,18 +19,18 @@ MIN_RUN = 16
 
 
 class Writes(Protocol):
-    """Destinations of the rows of one step, used for every array of every layer."""
+    """Writer of the rows of one step to their slots, used for every array of every layer."""
 
     def write(self, array: mx.array, rows: mx.array) -> mx.array:
-        """Return ``array`` [num_slots, ...] with ``rows`` [N, ...] written to their slots.
+        """Return ``array`` [num_slots, ...] with ``rows`` [N, ...] written to their slots. May change ``array``.
 
-        The write is in place if the caller keeps no other reference to ``array`` until the step is evaluated.
+        The device writes in place if nothing else refers to ``array`` when the step is evaluated.
         """
         ...
 
 
 class HasWrites(Protocol):
-    """Provides the writes of a step: implemented by ``StepRows``, and by ``TracedRows`` in a trace."""
+    """Object with the writes of a step: ``StepRows``, or ``TracedRows`` in a trace."""
 
     @property
     def writes(self) -> Writes: ...
@@ -98,7 +98,7 @@ class RunWrites:
 
 
 def _others(slots: np.ndarray, written: np.ndarray) -> np.ndarray | None:
-    """Return the indices of the rows that are not in ``written``, [M] int32; None if ``written`` is empty."""
+    """Return the indices of the rows that are not in ``written``, [M] int32; None (all rows) if it is empty."""
     if len(written) == 0:
         return None
     is_other = np.ones(len(slots), bool)
@@ -118,14 +118,20 @@ def choose_writes(*, page_aligned: bool) -> MakeWrites:
 
 
 def consecutive_runs(numbers: np.ndarray, min_length: int = 1) -> np.ndarray:
-    """Return runs of consecutive numbers (slots or blocks), [num_runs, 3]: first index, length, first number."""
+    """Return runs of consecutive numbers (slots or blocks), [num_runs, 3]: first index, length, first number.
+
+    ``numbers`` must not be empty. E.g. [[0, 2, 7], [2, 1, 3]] for [7, 8, 3].
+
+    Args:
+        min_length: length of the shortest runs to return.
+    """
     starts = np.flatnonzero(np.concatenate([[True], np.diff(numbers) != 1]))
     runs = np.stack([starts, np.diff(starts, append=len(numbers)), numbers[starts]], axis=1)
     return runs[runs[:, 1] >= min_length]
 
 
 def whole_block_rows(slots: np.ndarray, block_size: int) -> np.ndarray:
-    """Return the indices of the packed rows that fill whole blocks, [W, block_size] int32: one row of W per block."""
+    """Return the indices of the packed rows that fill whole blocks, [number of such blocks, block_size] int32."""
     runs = consecutive_runs(slots)
     left_in_run = np.repeat(runs[:, 0] + runs[:, 1], runs[:, 1]) - np.arange(len(slots))
     starts = np.flatnonzero((slots % block_size == 0) & (left_in_run >= block_size))
