@@ -24,12 +24,12 @@ def kv_fingerprint(
     parts: Sequence[KVPart],
     tuned: Sequence[str] = (),
 ) -> str:
-    """Return a fingerprint in hex digits. Engines whose KV for the same tokens could differ get different fingerprints.
+    """Return a fingerprint of 32 hex digits. Engines that differ in any of the arguments get different fingerprints.
 
     Args:
-        weights: the model's parameters by name, as loaded. The hash covers the sum of the bits of each row, and a
-            sample of the elements.
-        model_config: config of the checkpoint: rope settings, windows, numbers of heads and layers.
+        weights: the model's parameters by name, as loaded. The fingerprint covers their names, types and shapes, the
+            sum of the bits of each row, and a sample of the elements. Other changes are not noticed.
+        model_config: ``config.json`` of the checkpoint. Keys that do not affect the computation are ignored.
         block_size: tokens per block.
         parts: arrays of a block, and of a recurrent state, with their layers, shapes and dtypes.
         tuned: choices of attention tuning that differ from the default.

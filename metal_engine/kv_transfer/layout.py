@@ -50,7 +50,7 @@ class BlockLayout:
         nbytes: length of a block's data.
         offsets: part name -> (first byte, one past the last byte) in the data.
         parts: the parts in the order of their data.
-        max_stored_bytes: upper limit on the length of a stored block.
+        max_stored_bytes: upper limit on the result of :meth:`encode`, in bytes.
     """
 
     def __init__(self, parts: Sequence[KVPart], fingerprint: str) -> None:
@@ -84,7 +84,7 @@ class BlockLayout:
         """Return the data of a stored block, uint8 [nbytes], read-only.
 
         Raises:
-            CorruptBlockError: the bytes are not that block, or are damaged.
+            CorruptBlockError: the bytes are not the block with ``block_hash``, or are damaged.
         """
         header, start = _read_header(stored)
         metadata = header.pop("__metadata__", None)

@@ -66,11 +66,11 @@ class StepLoads:
 
 @dataclass
 class StepSaves:
-    """Blocks and recurrent states that a step saves. The step gathers them as lazy arrays.
+    """Blocks and recurrent states that a step saves, gathered as lazy arrays.
 
     Attributes:
         hashes: hashes of the blocks.
-        state_hashes: for each state, the hash of the block that it follows.
+        state_hashes: for each state, the hash of the last block before it.
         arrays: part name -> [number of blocks or of states, bytes of the part] uint8, evaluated with the step.
     """
 
@@ -98,7 +98,7 @@ class KVConnectorRunner:
         self._saves = StepSaves([])
 
     def bind_connector_metadata(self, meta: KVConnectorMetadata | None) -> None:
-        """Set the loads and saves of the step that is about to be built. None means no loads and saves."""
+        """Set the loads and saves of the step that is about to be built, and count the loads. None: neither."""
         meta = meta or KVConnectorMetadata()
         self._loads = StepLoads(dict(meta.loads), dict(meta.state_loads))
         self._save_ids = mx.array([block_id for _, block_id in meta.saves]) if meta.saves else None
@@ -137,7 +137,8 @@ class KVConnectorRunner:
     def save_kv_layer(self, layer_index: int, layer: LayerState) -> None:
         """Gather a layer's part of the blocks and states to save, with their contents after the forward pass.
 
-        The gathered arrays are lazy. :meth:`take_saves` returns them.
+        Called for each layer once the forward pass is built. The gathered arrays are lazy. :meth:`take_saves` returns
+        them.
         """
         if self._save_ids is not None:
             for name, array in layer.block_arrays().items():

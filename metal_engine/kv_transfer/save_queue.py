@@ -27,7 +27,9 @@ _NICENESS = 10
 
 
 class SaveQueue:
-    """Queue that writes blocks in the order in which they are added. Blocks that do not fit are dropped at once.
+    """Queue that writes blocks in the order in which they are added.
+
+    :meth:`grant` limits the number of queued blocks. Call it before :meth:`put`, which accepts any number.
 
     Args:
         store: store that receives the blocks.
@@ -57,7 +59,7 @@ class SaveQueue:
     def grant(self, num_blocks: int, layout: BlockLayout) -> int:
         """Return how many of ``num_blocks`` blocks fit into the queue now. The remaining blocks count as dropped.
 
-        0 while the store pauses after a failure, and after :meth:`close`.
+        0 while the store pauses after a failure, and after :meth:`close`. Reserves nothing.
         """
         capacity = 0
         if self._pause.is_over and not self._closing:

@@ -30,10 +30,10 @@ class Missing:
     """Part of a request's KV that is missing from the local cache.
 
     Attributes:
-        prefix: hashes of the local blocks before the first missing block.
-        blocks: hashes of the missing blocks that the request can reuse, in order.
-        state: True if the recurrent state after these blocks is missing.
-        min_state_blocks: number of blocks after which a producer of the same prompt saves a state.
+        prefix: hashes of the local blocks before the first missing block; empty for models without recurrent layers.
+        blocks: hashes of the missing blocks that the request could use, in order.
+        state: True if a recurrent state is missing: no local state checkpoint covers ``min_state_blocks`` blocks.
+        min_state_blocks: number of prompt blocks after which a producer of the same prompt saves a state.
     """
 
     prefix: Sequence[bytes]
@@ -52,7 +52,9 @@ class _Arrived:
 
 
 class KVConnectorScheduler:
-    """Connector half that the scheduler calls in the engine thread. Waits for the store up to ``ANSWER_SECONDS``.
+    """Connector half that the scheduler calls in the engine thread.
+
+    Two methods wait for the store: :meth:`take_ended_loads`, for at most ``ANSWER_SECONDS``, and :meth:`wait`.
 
     Args:
         transfer: moves blocks between the store and host memory.
@@ -84,8 +86,8 @@ class KVConnectorScheduler:
     def start_load(self, request: Request, missing: Missing) -> bool:
         """Start to load a request's KV from the store. Return True if the request must wait for the load.
 
-        :meth:`take_ended_loads` then returns the request's id after its load has ended. Returns False if there is
-        nothing to load.
+        :meth:`take_ended_loads` then returns the request's id after its load has ended. Returns False if nothing is
+        missing, or if the engine's role is to save only.
         """
         if not (self.config.loads and (missing.blocks or missing.state)):
             return False
@@ -149,17 +151,17 @@ class KVConnectorScheduler:
         return {} if arrived is None else arrived.blocks
 
     def arrived_state(self, request_id: str) -> bytes | None:
-        """Return the hash of the block that a waiting request's arrived recurrent state follows.
+        """Return the position of the recurrent state that has arrived for a waiting request.
 
-        None if no state has arrived.
+        The position is the hash of the last block before the state. None if no state has arrived.
         """
         arrived = self._arrived.get(request_id)
         return None if arrived is None or arrived.state is None else arrived.state[0]
 
     def load_state(self, request: Request, slot: int) -> None:
-        """Write the arrived recurrent state of a request to a slot in the next plan.
+        """Have the next plan write the arrived recurrent state of a request to a slot.
 
-        Its arrived blocks stay in host memory until :meth:`update_state_after_alloc`.
+        A state must have arrived (:meth:`arrived_state`). Call it before :meth:`update_state_after_alloc`.
         """
         arrived = self._arrived[request.request_id]
         assert arrived.state is not None
@@ -176,7 +178,9 @@ class KVConnectorScheduler:
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], from_store: Sequence[int], num_cached_blocks: int
     ) -> None:
-        """Record the admission of a request, and write its arrived blocks to its own blocks in the next plan.
+        """Record the admission of a request. Have the next plan write its arrived blocks to its own blocks.
+
+        If another engine waits for the prompt's KV, the plan also saves the cached blocks.
 
         Args:
             request: the admitted request.
@@ -196,9 +200,9 @@ class KVConnectorScheduler:
     # --- saves ----------------------------------------------------------------------------------------------
 
     def queue_saves(self, request: Request, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Save blocks in the next plan, except blocks that came from the store. No effect for a consumer.
+        """Have the next plan save blocks, except blocks that came from the store. No effect for a consumer.
 
-        The blocks are complete after the step of that plan.
+        The blocks must be complete after the step of that plan.
         """
         if not self.config.saves:
             return
@@ -210,9 +214,9 @@ class KVConnectorScheduler:
         ]
 
     def build_connector_meta(self, states: Sequence[tuple[bytes, int]] = ()) -> KVConnectorMetadata | None:
-        """Return the loads and saves of the plan just made, and clear them; None if there are none.
+        """Return the loads and saves for the plan just made, and clear them; None if there are none.
 
-        Saves that do not fit into the queue are dropped.
+        Saves that do not fit into the save queue are dropped.
 
         Args:
             states: recurrent states to save, as the hash of the block that the state follows, and the state's slot.
@@ -233,7 +237,10 @@ class KVConnectorScheduler:
     # --- loads and saves ----------------------------------------------------------------------------------
 
     def forget_request(self, request: Request) -> None:
-        """Drop all loads and saves of a request that has ended or lost its blocks."""
+        """Drop the pending loads and saves of a request that has ended or lost its blocks.
+
+        Loads and saves of earlier plans are not affected.
+        """
         request_id = request.request_id
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:

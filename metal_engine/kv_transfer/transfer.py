@@ -43,11 +43,12 @@ class LoadTicket:
         follow: True if a producer is still computing the blocks. The load then waits for blocks that are missing.
         blocks: blocks that have arrived: hash -> uint8 [block bytes].
         prefix: hashes of the blocks before ``hashes``, which are in the local cache already.
-        state: last recurrent state that the store had for these blocks: the hash of the block before it, and the state
-            as uint8 [state bytes]. None if no state has arrived.
+        state: last recurrent state that the store had for ``prefix`` and ``blocks``: the hash of the last block before
+            the state, and the state as uint8 [state bytes]. None if no state has arrived.
         min_state_blocks: number of prompt blocks after which the producer saves a state. With ``follow``, the load
             waits for that state. 0 if the load ends before that state.
-        has_answered: True if the store has reported on the first block, or the store will not be queried for now.
+        has_answered: True if the store has responded at least once, or is not queried now: it pauses, or the load waits
+            for host memory.
         is_done: True if nothing more will arrive.
         is_cancelled: True if the caller has ended the load.
         error: reason for an early end if the store failed, else None.
@@ -172,7 +173,7 @@ class KVTransfer:
         return ticket
 
     def end_load(self, ticket: LoadTicket) -> dict[bytes, np.ndarray]:
-        """Stop a load and return its arrived blocks. They count as host memory in use until :meth:`release`."""
+        """Stop a load and return its arrived blocks, which count as reserved host memory until :meth:`release`."""
         with self._condition:
             ticket.is_cancelled = ticket.is_done = True
             if ticket in self._deferred:
@@ -183,14 +184,14 @@ class KVTransfer:
         return blocks
 
     def release(self, ticket: LoadTicket) -> None:
-        """Return the host memory of an ended load to the budget. The caller must have dropped its blocks."""
+        """Return the host memory of an ended load to the budget. The caller drops the blocks at the same time."""
         with self._condition:
             self._unreserve(ticket, 0)
 
     def load_timed_out(self, ticket: LoadTicket) -> None:
         """Record that a load's deadline has passed.
 
-        If the store returned no block, and no producer is still computing the blocks, start a pause of the store.
+        Starts a pause of the store if it returned no block and no producer is still computing the blocks.
         """
         self.stats.add(loads_timed_out=1)
         if not ticket.blocks and not ticket.follow:
@@ -216,7 +217,7 @@ class KVTransfer:
         self._save_queue.put(hashes, data, self.layout)
 
     def save_states(self, hashes: Sequence[bytes], data: np.ndarray) -> None:
-        """Queue recurrent states to be written, like :meth:`save`. Each has the hash of the block that it follows."""
+        """Queue recurrent states to be written, like :meth:`save`. A state has the hash of the last block before it."""
         assert self.state_layout is not None
         self._save_queue.put([state_key(block_hash) for block_hash in hashes], data, self.state_layout)
 
@@ -256,7 +257,10 @@ class KVTransfer:
         return True
 
     def _unreserve(self, ticket: LoadTicket, still_needed: int) -> None:
-        """Release the memory that a load no longer needs, and start deferred loads. The caller holds the lock."""
+        """Reduce the memory reserved for a load to ``still_needed`` bytes, and start deferred loads that fit now.
+
+        The caller holds the lock.
+        """
         self.num_reserved_bytes -= ticket.num_reserved_bytes - still_needed
         ticket.num_reserved_bytes = still_needed
         while self._deferred and self._reserve(self._deferred[0]):
@@ -336,7 +340,8 @@ class KVTransfer:
     def _load_state(self, ticket: LoadTicket) -> bool:
         """Load the last recurrent state that the store has for a ticket's blocks.
 
-        Returns False if the producer has not saved its state yet, so that the caller tries again later.
+        Returns False if the producer has not saved its state yet, so that the caller tries again later. If
+        the store has no state, and the load need not wait for one, returns True and leaves ``ticket.state`` None.
         """
         if self.state_layout is None or ticket.state is not None:
             return True

@@ -26,13 +26,13 @@ class KVStore(Protocol):
         """Return a list with True for each block that the store contains. Raises StoreError."""
 
     def get(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Read the blocks in order, up to the first missing block. Raises StoreError."""
+        """Return the contents of the blocks in order, up to the first missing block. Raises StoreError."""
 
     def put(self, blocks: Sequence[tuple[bytes, bytes]]) -> None:
         """Store (hash, bytes) pairs. Readers never see a partial block. Raises StoreError if a block is not stored."""
 
     def discard(self, block_hash: bytes) -> None:
-        """Remove a block. A missing block is not an error. Raises StoreError."""
+        """Remove a block, if the store contains it. Raises StoreError."""
 
     def close(self) -> None:
         """Close connections and release other resources."""
@@ -41,8 +41,8 @@ class KVStore(Protocol):
 class StorePause:
     """Pause in the use of a store after a failure.
 
-    The first pause lasts 1 s. Each failure doubles the next pause, up to 30 s, until the store works again.
-    Thread-safe: a race costs one more attempt.
+    The first pause lasts 1 s. Each failure doubles the next pause, up to 30 s, until the store works again. Several
+    threads may use the object without a lock: a race changes only the length of a pause.
 
     Args:
         clock: returns seconds.

@@ -45,7 +45,7 @@ class DiskStore:
         writable: True if blocks will be stored. A directory without write access is then refused.
 
     Raises:
-        NotAStoreError: the directory contains files that no store made, or belongs to another user (if ``writable``).
+        NotAStoreError: the directory cannot be used as a store (only if ``writable``).
         StoreError: the directory cannot be created, read or (if ``writable``) written.
     """
 
@@ -137,7 +137,10 @@ class DiskStore:
     # --- size -----------------------------------------------------------------------------------------------
 
     def _measure_and_evict(self) -> None:
-        """Measure the directory. If it exceeds ``max_size``, remove the least recently used blocks."""
+        """Measure the directory. If it exceeds ``max_size``, remove the least recently used blocks.
+
+        Does nothing while another process measures. Also removes old temporary files. Raises StoreError.
+        """
         self._unmeasured = 0
         try:
             with self._folder.opened() as folder:

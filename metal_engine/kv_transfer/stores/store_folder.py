@@ -36,12 +36,12 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class NotAStoreError(StoreError):
-    """The directory is not a KV store and contains other files, or it belongs to another user."""
+    """The path is not a directory, or is a directory with other files, of another user, or of another version."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A block, or the temporary file of an interrupted write.
+    """A block, or the temporary file of a write that is in progress or was interrupted.
 
     Attributes:
         names: names of the folders below the store, then the name of the file.
@@ -85,11 +85,13 @@ class StoreFolder:
             return False
 
     def prepare(self) -> None:
-        """Turn the directory into a store that this process can write, unless it is a store already.
+        """Turn the directory into a store if necessary. Check that this process can write to the directory.
+
+        Also closes the directory to other users.
 
         Raises:
-            NotAStoreError: the directory has no marker and contains files that no store made, or it belongs to another
-                user.
+            NotAStoreError: the directory has no marker and contains files that no store made, belongs to another user,
+                or is a store of another version.
             OSError: the directory cannot be created or written.
         """
         if self.mark():
@@ -164,8 +166,8 @@ class StoreFolder:
             make: True to create missing folders, and the whole store if it was removed.
 
         Raises:
-            NotAStoreError: the directory is not a store any more.
-            OSError: the folder cannot be opened.
+            NotAStoreError: ``make`` is True, and :meth:`mark` refuses the directory.
+            OSError: the folder cannot be opened. FileNotFoundError if it does not exist, without ``make``.
         """
         try:
             folder = self._open(names, make=False)
@@ -193,7 +195,7 @@ class StoreFolder:
         return folder
 
     def remove(self, names: tuple[str, ...]) -> None:
-        """Remove a file of the store, if it is there. Raises OSError."""
+        """Remove a file of the store, if it exists. Raises OSError if it cannot be removed."""
         with contextlib.suppress(FileNotFoundError), self.opened(*names[:-1]) as folder:
             os.unlink(names[-1], dir_fd=folder)
 
@@ -203,8 +205,7 @@ class StoreFolder:
         Files that disappear during the scan are skipped.
 
         Raises:
-            NotAStoreError: the directory is not a store any more.
-            OSError: a folder cannot be read.
+            OSError: a folder cannot be read, or the directory does not exist.
         """
         with self.opened() as root:
             yield from _own_files(root, (), (_FINGERPRINT, _DIGITS))
