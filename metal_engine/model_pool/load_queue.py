@@ -10,7 +10,7 @@ from metal_engine.model_pool.model_entry import Load, ModelEntry, ModelState
 
 
 class LoadQueue:
-    """Queued loads in the order of their requests. Changes no model.
+    """Queued loads in the order of their requests. Only chooses: the registry starts loads and closes models.
 
     The rule that picks the next load:
 
@@ -20,8 +20,11 @@ class LoadQueue:
     - Until the victims are unloaded, other loads that fit at once may start first, except loads of the victims.
     - Once the victims are unloaded, no other load may start before the first load.
 
-    The first load therefore waits only for requests that ran when it arrived, and for requests of models that were
-    loaded in the meantime.
+    The first load therefore waits only for requests that were running when it was requested, and for requests of models
+    that were loaded since then.
+
+    Attributes:
+        first: load for which models in use are closed; None if :meth:`close_for_first` has not chosen a load.
     """
 
     def __init__(self, budget: MemoryBudget) -> None:
@@ -39,7 +42,7 @@ class LoadQueue:
         return bool(self._loads)
 
     def add(self, load: Load) -> None:
-        """Insert a load by the time of its request. A load that is retried returns to its place."""
+        """Insert a load by the time of its request. A load that is retried returns to its earlier position."""
         load.is_due = False  # a retried load can need additional victims
         bisect.insort(self._loads, load, key=lambda one: one.asked_at)
 
@@ -65,9 +68,9 @@ class LoadQueue:
         return not self._lacks_memory(load)
 
     def _lacks_memory(self, load: Load) -> bool:
-        """Return True if the memory of a load is known and not available at once.
+        """Return True if the memory size of a load is known, and free and idle memory together are smaller.
 
-        False for a load that may not evict: it fails when it claims its memory.
+        False for a load that may not evict: such a load starts, and fails when it claims its memory.
         """
         return bool(load.num_bytes) and load.may_evict and not self._budget.can_free(load.entry, load.num_bytes)
 
@@ -77,7 +80,8 @@ class LoadQueue:
     def close_for_first(self) -> list[ModelEntry]:
         """Choose the models in use to close for the first load that lacks memory, and record them as its victims.
 
-        Return an empty list if no model is to be closed now.
+        Returns an empty list if no load lacks memory, if the victims are still being unloaded, or if even closing all
+        models would not free enough memory.
         """
         if self.first is None:
             lacking = (one for one in self._loads if one.entry.state is ModelState.UNLOADED and self._lacks_memory(one))

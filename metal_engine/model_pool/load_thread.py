@@ -27,7 +27,7 @@ class RegistryDeviceAccess(DeviceAccess):
     """A model's access to the device, granted by the registry.
 
     Attributes:
-        signature: signature of the model's files, taken before any file was read.
+        signature: signature of the model's files, taken before any file was read; None before that.
     """
 
     def __init__(self, registry: ModelRegistry, load: Load, loop: asyncio.AbstractEventLoop) -> None:

@@ -10,7 +10,7 @@ from metal_engine.settings.fields import format_size
 
 
 class MemoryBudget:
-    """Device memory that all models together may use. Changes no model.
+    """Device memory that all models together may use. Only computes and chooses: it does not unload models.
 
     Args:
         memory_bytes: size of the budget in bytes.
@@ -27,7 +27,7 @@ class MemoryBudget:
         return sum(one.num_bytes for one in self._entries)
 
     def free_for(self, entry: ModelEntry) -> int:
-        """Return the memory that a model can have without unloading others, in bytes.
+        """Return the memory that a model can have while all other models stay loaded, in bytes.
 
         Includes the memory that the model has reserved already.
         """
@@ -47,7 +47,7 @@ class MemoryBudget:
         """Return the error for a model that does not fit beside the loaded models. It states the missing memory.
 
         Args:
-            num_bytes: estimate of the model's memory in bytes, because its largest step has not been measured yet.
+            num_bytes: estimate of the model's memory in bytes. Its largest step has not been measured yet.
         """
         free = self.free_for(entry)
         return InsufficientMemoryError(
@@ -59,14 +59,15 @@ class MemoryBudget:
     def victims(self, entry: ModelEntry, num_bytes: int, *, also_used: bool) -> list[ModelEntry] | None:
         """Choose the models to unload so that a model can have ``num_bytes`` in total. Chooses no more than needed.
 
-        The order of preference is: models that are closing, idle models, models in use. The least
-        recently used model comes first in each group.
+        The order of preference is: models that are closing, idle models, models in use. The least recently used model
+        comes first in each group. Models that are being loaded are never chosen.
 
         Args:
             also_used: True if models in use may be chosen.
 
         Returns:
-            The chosen models; None if unloading all candidates would not free enough memory.
+            The chosen models, an empty list if enough memory is free. None if unloading all candidates would not free
+            enough memory.
         """
         missing = num_bytes - self.free_for(entry)
         may_go = [one for one in self._entries if one is not entry and one.num_bytes and _may_go(one, also_used)]

@@ -38,8 +38,8 @@ class ModelSource:
     """Functions that load a model and check its files.
 
     Attributes:
-        start: loads the model.
-        signature: returns a value that changes when the model's files change. Called in a thread.
+        start: loads the model, and blocks until it is ready. Called in a thread.
+        signature: returns a value that changes when the model's files change. Called in a thread. Must not raise.
     """
 
     start: Start
@@ -51,7 +51,7 @@ class FailedLoad:
     """Record of a failed load, which avoids reading unchanged files again.
 
     Attributes:
-        error: error to raise for further requests.
+        error: error whose copy is raised for further requests.
         signature: signature of the files, taken before they were read.
         until: time after which the load is tried again even with unchanged files, in seconds of ``time.monotonic``.
     """
@@ -68,11 +68,11 @@ class Load:
     Attributes:
         done: future that resolves to None when the model is loaded, or raises the reason of the failure.
         may_evict: True if other models may be unloaded for it.
-        num_bytes: memory of the model in bytes, as claimed last by this load, or before that by an earlier load. 0
-            before the first claim for the model.
+        num_bytes: memory of the model in bytes: the last claim of this load, or the last claim of earlier loads before
+            this load's first claim. 0 if memory was never claimed for the model.
         num_waiting: number of callers that await the load.
-        is_cancelled: True if the model was unloaded in the meantime.
-        was_given_up: True if the load ended early, because it was cancelled or its waiters have left.
+        is_cancelled: True if an unload of the model was requested after the load.
+        was_given_up: True if the load's thread ended early: the load was cancelled, or its waiters have left.
         lacks_memory: True if the load's thread found that models in use have to be unloaded first.
         victims: models in use that were closed for this load.
         is_due: True once the victims are unloaded. Then no other load may start before this load.
@@ -108,8 +108,8 @@ class ModelEntry:
         num_leases: number of requests that use the model.
         load: queued or running load; None if there is none.
         loaded_by: load that loaded the model.
-        closed_for: load that needs this model's memory. If it is cancelled, the model stays loaded. None if the model
-            is unloaded in any case.
+        closed_for: load that needs this model's memory. If this load is cancelled before the model is unloaded, the
+            model stays loaded. None if the model is not closing, or is unloaded in any case.
         known_bytes: memory that the model claimed last, in bytes; 0 before its first claim.
         failed: last failed load, which blocks retries for a while.
         is_closing: True if the model is to be unloaded. New requests wait until it is loaded again.
@@ -117,10 +117,10 @@ class ModelEntry:
         error: reason why the last load failed or the engine stopped; None if there was no error.
         num_loads: number of successful loads.
         max_model_len: context length in tokens; None until the model was loaded once.
-        unloading: task that unloads the model.
-        keep_alive: timer that unloads the idle model.
-        starting: future of the thread that loads the model.
-        ending: engine that is being shut down.
+        unloading: task that waits until the model is idle and unloads it; None if the model is not closing.
+        keep_alive: timer that unloads the idle model; None while it is not running.
+        starting: future of the thread that loads the model; None if no thread does.
+        ending: engine that is being shut down, if any.
     """
 
     name: str
@@ -147,7 +147,7 @@ class ModelEntry:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request uses the model, and no request that waited for its load is about to use it."""
+        """True if no request uses the model, and no request that waited for its last load is about to use it."""
         return not self.num_leases and not (self.loaded_by is not None and self.loaded_by.num_waiting)
 
     @property

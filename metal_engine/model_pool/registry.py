@@ -33,11 +33,11 @@ class RegistryClosedError(RuntimeError):
 class ModelRegistry:
     """Models by name, within one memory budget. Belongs to one event loop, except for :meth:`shutdown`.
 
-    Models are loaded one at a time, in the order that :class:`LoadQueue` chooses. If a model lacks memory, other models
-    are unloaded: idle models first, and the least recently used first among them. If a model in use has to be unloaded,
-    it gets no new requests. It is unloaded once its running requests have ended, and new requests wait until it is
-    loaded again. This avoids starvation, and no running request is aborted. A load without waiting clients is
-    cancelled, and its victims stay loaded.
+    Models are loaded one at a time, in the order that :class:`LoadQueue` chooses. If memory is short, other models are
+    unloaded, idle models first. A model in use that has to be unloaded is closed: it gets no new requests, and is
+    unloaded once its running requests have ended. New requests for it wait until it is loaded again. This avoids
+    starvation, and no running request is aborted. A load without waiting clients is cancelled, and the models that were
+    closed for it stay loaded.
 
     Args:
         memory_bytes: memory budget of all models together, in bytes.
@@ -87,14 +87,14 @@ class ModelRegistry:
     # --- use ---
 
     def is_ready(self, entry: ModelEntry) -> bool:
-        """Return True if a request could use the model without waiting."""
+        """Return True if a request could use the model now: it is loaded, not closing, and its engine runs."""
         return entry.state is ModelState.LOADED and not entry.is_closing and entry.failure is None
 
     async def use(self, entry: ModelEntry, *, may_evict: bool = True) -> LoadedEngine:
-        """Lease a model for one request, until :meth:`release`. Load the model if necessary.
+        """Lease a model for one request, until :meth:`release`. Load the model if necessary, and wait for it.
 
         Args:
-            may_evict: True if other models may be unloaded for it.
+            may_evict: True if other models may be unloaded to make room for this model.
 
         Raises:
             ModelLoadError: loading failed, or failed recently and the model's files have not changed since.
@@ -141,7 +141,7 @@ class ModelRegistry:
             entry.failed = None
 
     def release(self, entry: ModelEntry) -> None:
-        """End one request's lease of a model."""
+        """End one request's lease of a model (:meth:`use`)."""
         entry.num_leases -= 1
         entry.last_used = time.monotonic()
         entry.touch()
@@ -154,7 +154,7 @@ class ModelRegistry:
         self.release(entry)
 
     async def unload(self, entry: ModelEntry) -> None:
-        """Unload a model after its running requests have ended.
+        """Unload a model after its running requests have ended, and wait until it is unloaded.
 
         A queued load is cancelled at once, a running load as soon as its thread checks for cancellation. Requests that
         wait for the model get a LoadCancelledError at once.
@@ -178,7 +178,10 @@ class ModelRegistry:
     # --- loading, one after the other ---
 
     def _pending_load(self, entry: ModelEntry, may_evict: bool) -> Load:
-        """Return the pending load of a model. Queue a new load if there is none. Raises RegistryClosedError."""
+        """Return the pending load of a model. Queue a new load if there is none.
+
+        Raises RegistryClosedError if the server is shutting down.
+        """
         if self.is_closed:
             raise RegistryClosedError("the server is shutting down")
         if entry.load is None:
@@ -276,7 +279,10 @@ class ModelRegistry:
     async def claim(self, load: Load, num_bytes: int) -> None:
         """Reserve ``num_bytes`` in total for a model that is being loaded. Unloads idle models if necessary.
 
-        Raises as :meth:`DeviceAccess.claim`.
+        Raises:
+            InsufficientMemoryError: models in use have to be unloaded first (``load.lacks_memory`` is then True), or
+                other models may not be unloaded.
+            LoadCancelledError: see :meth:`check_wanted`.
         """
         entry = load.entry
         if not entry.num_bytes:  # the first claim reserves at least the memory of the last load
@@ -362,9 +368,10 @@ class ModelRegistry:
 
     @staticmethod
     def _collect_later() -> None:
-        """Schedule a garbage collection, which deletes an ended engine. The engine is part of reference cycles.
+        """Schedule a garbage collection, which deletes an ended engine: the engine is part of reference cycles.
 
-        Its tokenizer takes tens of MiB outside Python's objects, so that Python would collect it only much later.
+        Python alone would collect the engine much later, because most of its memory, such as tens of MiB of the
+        tokenizer, is outside Python's objects.
         """
         asyncio.get_running_loop().call_later(_COLLECT_SECONDS, gc.collect)
 
@@ -388,7 +395,13 @@ class ModelRegistry:
     # --- the end ---
 
     def cut(self, message: str) -> None:
-        """Abort all requests, even requests that wait for a model. Stop loading models. Call in the event loop."""
+        """Close the registry: abort all requests, even requests that wait for a model, and stop loading models.
+
+        Call it in the event loop.
+
+        Args:
+            message: error message for the requests.
+        """
         self.is_closed = True
         for entry in self.entries:
             self._stop_timer(entry)
@@ -398,7 +411,10 @@ class ModelRegistry:
                 entry.loaded_engine.engine.cut_requests(message)
 
     def shutdown(self, timeout: float) -> bool:
-        """Stop all engines after the event loop has ended. Return True if all stopped within ``timeout`` seconds."""
+        """Stop all engines after the event loop has ended. Return True if all stopped within ``timeout`` seconds.
+
+        Waits for a model that is being loaded, to stop its engine, too.
+        """
         self.is_closed = True
         deadline = time.monotonic() + timeout
         stopped = True
