@@ -75,20 +75,20 @@ class AdapterFile:
 
     @property
     def modules(self) -> list[str]:
-        """Names of the model's linear layers that the adapter adds to, sorted as texts."""
+        """Names of the model's linear layers that the adapter adds to, in alphabetical order."""
         return sorted(self._products)
 
     def weights(self, module: str) -> tuple[np.ndarray, np.ndarray]:
         """Read a layer's weights, a [inputs, rank] and b [rank, outputs], as new float32 arrays.
 
-        The adapter adds ``x @ a @ b`` to the layer's output for the input x: b includes the scale.
+        The adapter adds ``x @ a @ b`` to the layer's output for the input x. The scale is included in b.
 
         Args:
             module: one of :attr:`modules`.
 
         Raises:
-            AdapterError: the file cannot be read or was truncated, or a weight is NaN or exceeds the range of the
-                model's type.
+            AdapterError: the file cannot be read or was truncated since it was opened, or a weight is NaN or exceeds
+                the range of the model's type.
         """
         product = self._products[module]
         try:
@@ -110,7 +110,9 @@ class AdapterFile:
     def _check_range(self, tensor: StoredTensor, array: np.ndarray, scaled: str) -> None:
         """Raise AdapterError if a weight is infinite or NaN, or would be infinite in the model's type.
 
-        ``scaled`` is inserted into the message: text that says how the array was scaled.
+        Args:
+            tensor: source of ``array``, named in the error message.
+            scaled: description of how ``array`` was scaled, for the error message; empty without scaling.
         """
         if not max(array.max(), -array.min()) <= self._largest:
             problem = f"has weights that{scaled} are not numbers or exceed the model's type ({self._largest:g})"
@@ -128,14 +130,14 @@ def _read(file: Any, tensor: StoredTensor, offset: int) -> np.ndarray:
 
 
 def check_adapter_folder(folder: Path, within: Path | None = None) -> None:
-    """Check that an adapter's folder and configuration exist.
+    """Check that an adapter's folder and its ``adapter_config.json`` exist.
 
     Args:
         folder: folder of the adapter.
         within: directory that must contain the files after links are followed. None allows any directory.
 
     Raises:
-        AdapterError: the folder or the file is missing, or is outside ``within``.
+        AdapterError: the folder or the configuration is missing, or is outside ``within``.
         OSError, RuntimeError, ValueError: the path is inaccessible or invalid, or has a loop of links.
     """
     if not _inside(folder, within).is_dir():
@@ -298,7 +300,10 @@ def _by_tail(targets: AdapterTargets) -> dict[str, str]:
 
 
 def _target(name: str, targets: AdapterTargets, by_tail: dict[str, str], path: Path) -> str:
-    """Return the model's name of a layer that an adapter adds to. Raises AdapterError if adapters cannot change it."""
+    """Return the name in the model of the layer that an adapter calls ``name``.
+
+    Raises AdapterError if the model has no such layer, or if adapters cannot change the layer.
+    """
     if is_vision_tensor(name):  # its layers may have the names of the text model's layers
         raise AdapterError(f"{path} adds to {short(name, 100)}: adapters of image encoders are not supported")
     module = name if name in targets.shapes or name in targets.refused else by_tail.get(_tail(name), name)

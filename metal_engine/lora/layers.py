@@ -1,9 +1,9 @@
-"""LoRA adapters in a packed step: each row gets its own adapter's addition, ``x @ a @ b``, to a layer's output.
+"""LoRA adapters in a packed step: each row's own adapter adds ``x @ a @ b`` to the output of a layer.
 
 Each layer has two arrays, called stacks, with the weights a and b of all loaded adapters. An adapter's index in every
-stack is its slot. Slot 0 is zero and belongs to rows without an adapter. A layer therefore reads its own weights once
-for all rows, even quantized weights, and two gathered products compute the additions of all adapters. A step without
-adapters skips these products.
+stack is its slot. Slot 0 is zero and belongs to rows without an adapter. A layer reads its own weights, which may be
+quantized, once for all rows. Two gathered products compute the additions of all adapters. A step without adapters skips
+these products.
 
 On a CPU, the rows of a product are gathered one by one, which costs less than one product per adapter. On a GPU, many
 rows are first sorted by slot, so that MLX multiplies all rows of an adapter together, as mlx-lm does with experts.
@@ -53,9 +53,11 @@ class AdaptedLayer:
         return self.a.nbytes + self.b.nbytes
 
     def set_weights(self, slot: int, weights: Weights | None) -> Iterator[int]:
-        """Write an adapter's weights to its slot, part by part.
+        """Write an adapter's weights to its slot, part by part, while the result is iterated.
 
-        None clears the slot, because the adapter does not add to this layer.
+        Args:
+            slot: slot of the adapter.
+            weights: weights of the adapter; None if the adapter does not add to this layer, to clear the slot.
 
         Yields:
             Size in bytes (of float32) of each part, after writing it. The slot is usable after the last part.
@@ -94,10 +96,13 @@ def _parts(shape: Sequence[int], given: np.ndarray | None) -> Iterator[tuple[int
 
 
 def _updated(stack: mx.array, slot: int, start: int, rows: np.ndarray) -> mx.array:
-    """Return a stack with rows written to a slot, not evaluated yet. Waits until the device has completed all work.
+    """Return a stack with ``rows`` written to a slot, not evaluated yet. Waits until the device has completed all work.
 
-    The result reuses the stack's memory if nothing else references the stack. A step that has not been dispatched
-    completely references the stack that it was built with. The result is then a copy.
+    The result reuses the stack's memory if nothing else references the stack. It is a copy while a step that was built
+    with the stack is not completely dispatched.
+
+    Args:
+        start: first of the slot's rows to write.
     """
     synchronize()  # dispatched operations reference the arrays that they read
     update = mx.array(rows)[None].astype(stack.dtype)
@@ -110,7 +115,7 @@ class AdapterRows:
     Args:
         slots: adapter slots, [N] int32; 0 for a row without an adapter. At least one slot is not 0.
         is_sorted: True to sort the rows by slot for the products, and to leave out rows without an adapter.
-        everywhere: True to compute additions even for layers to which no adapter adds: the most expensive case.
+        everywhere: True to compute additions even for layers to which no adapter adds, as in the most expensive step.
     """
 
     def __init__(self, slots: np.ndarray, *, is_sorted: bool, everywhere: bool = False) -> None:
@@ -129,9 +134,10 @@ class AdapterRows:
         self._slots = mx.array(slots.astype(np.uint32))
 
     def added(self, layer: AdaptedLayer, x: mx.array, y: mx.array) -> mx.array:
-        """Return a layer's output y with the additions for its input x, in y's shape and type.
+        """Return a layer's output y plus the adapters' additions for its input x, in y's shape and type.
 
-        Both arrays have the rows of the step. Raises ValueError if x has another number of rows.
+        Both arrays have the rows of the step. Returns y itself if no adapter of the step adds to the layer. Raises
+        ValueError if x has another number of rows.
         """
         if self._present.isdisjoint(layer.slots) and not self._everywhere:
             return y
@@ -181,7 +187,10 @@ class AdaptedLayers:
         return sum(layer.nbytes for layer in self._layers.values())
 
     def set_weights(self, slot: int, weights: Mapping[str, Weights | None]) -> Iterator[int]:
-        """Write an adapter's weights for some layers to its slot. Yields as :meth:`AdaptedLayer.set_weights`."""
+        """Write an adapter's weights for some layers, by name, to its slot, while the result is iterated.
+
+        Yields the values of :meth:`AdaptedLayer.set_weights`.
+        """
         for name, one in weights.items():
             yield from self._layers[name].set_weights(slot, one)
 
@@ -190,7 +199,7 @@ class AdaptedLayers:
         return AdapterRows(slots, is_sorted=_sorts(len(slots)))
 
     def worst_case_rows(self, num_rows: int) -> AdapterRows:
-        """Return the most expensive adapters for a step: every row has an adapter that adds to every layer."""
+        """Return rows for measuring the most expensive step: every row has an adapter that adds to every layer."""
         return AdapterRows(np.ones(num_rows, np.int32), is_sorted=_sorts(num_rows), everywhere=True)
 
 

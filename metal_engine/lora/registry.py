@@ -54,7 +54,7 @@ class AdapterRegistry:
 
     @property
     def adapters(self) -> list[Adapter]:
-        """Loaded adapters in the order of loading. A replacement may have the position of the adapter it replaced."""
+        """Loaded adapters in the order of loading. An adapter loaded in place may have its predecessor's position."""
         return list(self._adapters.values())
 
     def load(
@@ -72,7 +72,8 @@ class AdapterRegistry:
         Args:
             name: name under which the adapter is served.
             path: path of the adapter's folder, relative to ``within`` if given.
-            run: runs the copying in the engine's thread. Its errors are passed on.
+            run: runs a function in the engine's thread and waits for its end. The weights are copied there. Errors of
+                ``run`` are passed on.
             within: folder that must contain the adapter's files, after links are resolved; None for any folder.
             in_place: True if the adapter may replace a loaded adapter of the same name. Requests that use the old
                 adapter continue with it. If no slot is free and no request uses the old adapter, the old adapter is
@@ -116,7 +117,7 @@ class AdapterRegistry:
         return adapter
 
     def _slot_for(self, name: str, file: AdapterFile) -> int:
-        """Take a free slot, or else unload the adapter of this name and take its slot.
+        """Take a free slot. If no slot is free, unload the adapter of this name and take its slot.
 
         Checks the new weights before it unloads an adapter. Raises AdapterError if the weights are invalid, or if no
         slot is free and the adapter of this name is in use or missing.
@@ -159,7 +160,7 @@ class AdapterRegistry:
             run(put_some)
 
     def _pieces(self, file: AdapterFile) -> Iterator[dict[str, Weights | None]]:
-        """Yield the adapter's weights for a few layers at a time. None stands for an unmodified layer."""
+        """Yield the adapter's weights for a few layers at a time, for all layers in total. None: an unmodified layer."""
         own = set(file.modules)
         piece: dict[str, Weights | None] = {}
         num_bytes = 0
