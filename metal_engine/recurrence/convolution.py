@@ -9,7 +9,7 @@ from metal_engine.device.info import computes_on_cpu
 
 
 def convolve_by_shifts(inputs: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
-    """Compute ``nn.Conv1d`` without padding, each channel by itself. Differs only in float32 rounding.
+    """Compute a depthwise ``nn.Conv1d`` without padding. The result differs only in float32 rounding.
 
     Args:
         inputs: inputs, [b, s + K-1, C].
@@ -28,7 +28,7 @@ def convolve_by_shifts(inputs: mx.array, weight: mx.array, bias: mx.array | None
 
 
 def may_shift(conv: nn.Conv1d) -> bool:
-    """Return True if :func:`convolve_by_shifts` can replace a module and is faster: on a CPU, in float32."""
+    """Return True if :func:`convolve_by_shifts` can replace ``conv`` and is faster: on a CPU, in float32."""
     is_plain = conv.weight.shape[-1] == 1 and conv.groups == conv.weight.shape[0]
     is_plain = is_plain and conv.stride == 1 and conv.dilation == 1 and conv.padding == 0
     return bool(is_plain and conv.weight.dtype == mx.float32 and computes_on_cpu())

@@ -1,7 +1,7 @@
-"""Decay of a recurrent state between two tokens of a chunk.
+"""Decay of a recurrent state between two tokens of a chunk: the product of the tokens' gates.
 
-Gates are only multiplied, without division or logarithm. Gates of exactly 0 therefore work, and nothing overflows,
-since a product of gates is at most 1.
+Gates are only multiplied, without division or logarithm. Gates of exactly 0 therefore work. Nothing overflows, because
+a product of gates is at most 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _without_denormals(decay: mx.array) -> mx.array:
 
 
 def decay_from_start(gates: mx.array) -> mx.array:
-    """Return the decay from before the chunk to each of its tokens, with the token's own gate.
+    """Return the decay from before the chunk to each of its tokens, including the token's own gate.
 
     Args:
         gates: gates of c tokens in [0, 1], float32 [..., c, d].
@@ -29,7 +29,10 @@ def decay_from_start(gates: mx.array) -> mx.array:
 
 
 def decay_to_end(gates: mx.array) -> mx.array:
-    """Return the decay from each token to the chunk's end, without the token's own gate. Shapes: `decay_from_start`."""
+    """Return the decay from each token to the chunk's end, excluding the token's own gate.
+
+    The shapes are those of :func:`decay_from_start`.
+    """
     return _without_denormals(mx.cumprod(gates, axis=-2, reverse=True, inclusive=False))
 
 

@@ -4,7 +4,8 @@ The rule, for one head, with state S [dim, N], gate g_t and input x_t (times its
 
     S_t = S_(t-1) g_t + x_t B_t^T        y_t = S_t C_t
 
-For a chunk of c tokens, D(i, j) is the product of the gates after j up to i, and P_i the one from the chunk's start:
+For a chunk of c tokens, D(i, j) is the product of the gates after j up to i. P_i is the product from the chunk's start
+up to i:
 
     Y = (C B^T D) X + P (C S_0^T)        S_c = S_0 P_c + (X D(c, .))^T B
 
@@ -105,7 +106,9 @@ def chunked_ssm(
 
 
 def _chunk(x: mx.array, gates: mx.array, B: mx.array, C: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
-    """Compute a chunk of c tokens in float32. ``heads`` is the number of heads of a group, which share B and C.
+    """Compute a chunk of c tokens in float32.
+
+    The ``heads`` heads of a group share B and C.
 
     Args:
         x: inputs, [B, groups, c, heads, dim].

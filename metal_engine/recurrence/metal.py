@@ -38,7 +38,11 @@ def lanes_of_state_row(columns: int) -> int:
 
 
 def _grid(num_segments: int, shape_of_state: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the kernel's grid in threads, for states of (heads, rows, columns). The second axis counts SIMD groups."""
+    """Return the kernel's grid in threads. The second axis counts SIMD groups.
+
+    Args:
+        shape_of_state: (heads, rows, columns).
+    """
     num_heads, rows, columns = shape_of_state
     return 32, -(-rows * lanes_of_state_row(columns) // 32), num_segments * num_heads
 
@@ -78,7 +82,13 @@ class _Segments:
         )
 
     def check(self, rows: mx.array, states: mx.array, shape_of_state: tuple[int, ...], dtype: mx.Dtype) -> None:
-        """Raise ValueError unless ``rows`` [N, ...] match the segments and ``states`` contains the rows they read."""
+        """Raise ValueError unless ``rows``, [N, ...], and ``states`` match the segments.
+
+        Args:
+            rows: packed rows of the step.
+            states: states that the segments read, [M, *shape_of_state].
+            dtype: required type of ``states``.
+        """
         if rows.shape[0] != self.num_rows:
             raise ValueError(f"{rows.shape[0]} rows do not belong to segments of {self.num_rows}")
         if states.shape[1:] != shape_of_state or states.dtype != dtype:
@@ -91,8 +101,8 @@ class _Segments:
 class MetalRecurrence:
     """Launcher of the kernels of recurrent layers. MLX compiles each variant at its first use.
 
-    Each call takes ``cu_seqlens`` and ``reads`` (see the module's docstring). They must hold host data that does not
-    change. The host validates them if they are other array objects than in the previous call.
+    Each call takes ``cu_seqlens`` and ``reads`` (see the module's docstring). Both arrays must be created from host
+    data and must not change. The host validates them once if consecutive calls pass the same objects.
 
     Args:
         kernel_factory: ``mx.fast.metal_kernel`` or the simulator's function.
@@ -260,8 +270,8 @@ class MetalRecurrence:
         by zeros.
 
         Returns:
-            out [N, C], and the segments' new states [B, K-1, C]: the last K-1 inputs of each segment. A shorter segment
-            also keeps inputs of its initial state.
+            out [N, C], and the segments' new states [B, K-1, C]: the last K-1 inputs of each segment. A segment of
+            fewer rows also keeps the last inputs of its initial state.
 
         Raises:
             ValueError: the arrays do not match, or :meth:`supports_convolution` is False for them.
