@@ -1,6 +1,6 @@
 """Framed messages over a stream socket, and forks of this process that answer messages.
 
-A frame has the length of the message (4 bytes, little-endian) and the message.
+A frame is the length of the message in bytes (4 bytes, little-endian), followed by the message.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def _receive_bytes(channel: socket.socket, size: int) -> bytes:
 
 
 def serve(channel: socket.socket, answer: Callable[[bytes], bytes | None]) -> None:
-    """Answer messages from a socket until the peer closes it, which raises EOFError.
+    """Answer messages from a socket until the peer closes it. Never returns: raises EOFError at the end.
 
     Args:
-        answer: function that returns the answer to a message; None to send no answer.
+        answer: function that returns the answer to a message, or None to send no answer. Its errors are passed on.
     """
     while True:
         answered = answer(receive(channel))
@@ -50,12 +50,13 @@ def serve(channel: socket.socket, answer: Callable[[bytes], bytes | None]) -> No
 class Fork:
     """Fork of this process that answers messages.
 
-    The fork may end at any message, or may not start for lack of processes. It is not replaced. :attr:`has_ended` is
-    True after the first :meth:`send` or :meth:`ask` that fails, and from the beginning if the fork did not start.
+    The fork may end at any message, and is not replaced. It does not start if the system has too many processes.
+    :attr:`has_ended` is True after the first :meth:`send` or :meth:`ask` that fails, and from the beginning if the fork
+    did not start.
 
     Args:
-        answer: function that answers a message. Called in the fork.
-        inherited: socket of the parent, which the fork closes.
+        answer: function that answers a message (:func:`serve`). Called in the fork.
+        inherited: socket of the parent that the fork must not keep open. The fork closes it.
     """
 
     def __init__(self, answer: Callable[[bytes], bytes | None], inherited: socket.socket) -> None:
@@ -79,7 +80,7 @@ class Fork:
         return self._channel.fileno() < 0
 
     def send(self, message: bytes) -> None:
-        """Send a message, unless the fork has ended."""
+        """Send a message that has no answer, unless the fork has ended."""
         if not self.has_ended:
             try:
                 self._channel.sendall(framed(message))

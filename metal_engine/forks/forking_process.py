@@ -1,4 +1,4 @@
-"""Parent side of a process that forks itself for each piece of work. The first piece of work starts the process."""
+"""Parent side of a process that forks itself for each piece of work."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _WAIT_SECONDS = 60.0
 
 
 class ForkError(Exception):
-    """Raised if a process cannot be started."""
+    """The forking process cannot be started. The message gives the reason."""
 
 
 def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> bytearray | None:
-    """Receive the next message. Return None if the peer closes the socket, or exceeds ``_WAIT_SECONDS``.
+    """Receive the next message. Return None if the peer closes the socket or takes longer than ``_WAIT_SECONDS``.
 
     Args:
-        is_shared: True if several requests wait for the message. The cancellation of one request is ignored then.
+        is_shared: True if several requests wait for the message. Cancellation of the current request is then ignored.
 
     Raises:
         Cancelled: the request was cancelled, and ``is_shared`` is False.
@@ -47,7 +47,8 @@ def receive_into(view: memoryview, channel: socket.socket) -> bool:
     """Receive the next message into ``view``, and return True.
 
     Returns False if the message does not have the size of ``view``, or if :func:`receive_patiently` would return None.
-    The rest of the message may then be unread. Raises Cancelled if the request was cancelled.
+    Close the socket in these cases: a part of the message may be unread. Raises Cancelled if the
+    request was cancelled.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
     length = bytearray(LENGTH.size)
@@ -57,7 +58,7 @@ def receive_into(view: memoryview, channel: socket.socket) -> bool:
 
 
 def _fill(view: memoryview, channel: socket.socket, deadline: float, is_shared: bool) -> bool:
-    """Receive bytes until ``view`` is full. Return False if the peer has closed the socket or exceeds ``deadline``.
+    """Receive bytes until ``view`` is full. Return False if a side closes the socket, or after ``deadline``.
 
     Raises Cancelled if the request was cancelled, unless ``is_shared``.
     """
@@ -84,10 +85,12 @@ def _fill(view: memoryview, channel: socket.socket, deadline: float, is_shared: 
 class ForkingProcess:
     """Process that prepares expensive state once, and forks for each socket that it receives. Thread-safe.
 
+    :meth:`connect` starts the process if it is not running.
+
     Args:
         module: module to run with ``python -m``. It calls :func:`metal_engine.forks.serving.serve_forks`.
-        messages: first messages to the process. It answers with an empty message if it is ready, and with the reason of
-            the failure otherwise.
+        messages: first messages to the process. The process sends a single answer to these messages: an empty message
+            if it is ready, otherwise the reason of the failure.
     """
 
     def __init__(self, module: str, messages: Sequence[bytes]) -> None:
@@ -98,7 +101,9 @@ class ForkingProcess:
         self._lock = threading.Lock()
 
     def connect(self) -> socket.socket:
-        """Return a socket to a new fork, which waits for its first message.
+        """Return a socket to a new fork, which waits for its first message. Starts the process if necessary.
+
+        Starting can take up to ``_WAIT_SECONDS``. Meanwhile, other threads wait for the start, too.
 
         Raises:
             ForkError: the process cannot be started.
@@ -119,7 +124,7 @@ class ForkingProcess:
         return ours
 
     def _hand_over(self, control: socket.socket, theirs: socket.socket) -> bool:
-        """Request a fork for a socket. Return False if the forking process has ended."""
+        """Send the fork's end of a socket pair to the forking process. Return False if the process has ended."""
         try:
             socket.send_fds(control, [b"f"], [theirs.fileno()])
         except OSError:
@@ -158,7 +163,10 @@ class ForkingProcess:
         self._control = ours
 
     def close(self) -> None:
-        """End the process and abort calls that wait for it. Its forks end when their sockets are closed."""
+        """End the process. A :meth:`connect` that waits for its start fails.
+
+        Forks continue until their sockets are closed.
+        """
         end, self._control = self._end, None
         if end is not None:
             end()

@@ -36,12 +36,12 @@ class Growth:
 
 
 class Monitor(threading.Thread):
-    """Thread that ends the process if it grows too much, or if the peer has closed the socket.
+    """Thread that ends the process at once if it grows too much, or if the peer has closed the socket.
 
     Args:
         channel: socket to the peer.
         growth: growth of this process.
-        max_growth: maximum of ``growth`` in bytes.
+        max_growth: maximum of ``growth.num_bytes``.
 
     Attributes:
         done: event that ends the thread when the caller sets it.
