@@ -59,7 +59,8 @@ class _Inputs:
         blas: BLAS that MLX has loaded.
         ranks: ranks of the engine.
         transfer: settings of the KV store; None without a store.
-        earlier: configuration of the engine with the same settings that this engine replaces; None for a first engine.
+        earlier: configuration of the engine that this engine replaces, which had the same settings; None for a first
+            engine.
     """
 
     args: EngineArgs
@@ -77,13 +78,13 @@ def build_engine(
 
     Args:
         access: grants memory. If several models use the device, the settings must give the size of the KV cache.
-        earlier: configuration of the engine with the same settings that this engine replaces; None for a first engine.
-            The new engine has the same sizes, and checks that the earlier engine has passed are left out.
+        earlier: configuration of the engine that this engine replaces, which had the same settings; None for a first
+            engine. The new engine has the same sizes, and checks that the earlier engine has passed are left out.
 
     Raises:
         ModelLoadError: the model cannot be loaded or run.
         ConfigError: the settings cannot work.
-        SystemExit: this process is not rank 0. It has run the steps of rank 0, which has ended.
+        SystemExit: this process is not rank 0. It has run its part of rank 0's steps until rank 0 ended.
     """
     chat_template = None if args.chat_template is None else read_chat_template(args.chat_template)
     transfer = kv_transfer_config(args)
@@ -135,7 +136,7 @@ def _assemble(inputs: _Inputs, choice: BackendChoice, loaded: LoadedModel, check
     """Build the engine of a loaded model.
 
     Args:
-        checks: checks that the model has passed. They have found its draft head and its image processing.
+        checks: checks that the model has passed, with its draft head and its configuration of image processing.
     """
     from metal_engine.device.info import device_info
     from metal_engine.runner.dispatch import choose_dispatch
@@ -241,7 +242,7 @@ def _check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def _enable_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str, int]) -> AdapterRegistry:
-    """Prepare a model for LoRA adapters, reserve memory for the maximum number, and load ``--lora-modules``.
+    """Prepare a model for LoRA adapters: allocate the slots of all adapters, and load ``--lora-modules``.
 
     Raises:
         ConfigError: an adapter cannot be read, or does not fit the model.

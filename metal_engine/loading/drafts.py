@@ -41,10 +41,10 @@ class Drafts:
     """Draft model or draft head of an engine. If there is neither, only ``refusal`` may be set.
 
     Attributes:
-        info: facts about the draft model or the draft head. Its weights and KV take memory beside the model's.
-        make: creates the drafter for a configuration.
-        models: the draft model, if there is one. It runs in steps of its own, whose memory is measured separately.
-        head: draft head, which runs in the steps of its model.
+        info: facts about the draft model or the draft head. Its weights and KV take memory in addition to the model's.
+        make: function that creates the drafter for a configuration.
+        models: the draft model; empty without one. It runs in its own steps, whose memory is measured separately.
+        head: draft head, which runs in the steps of the model.
         weights_of_kv: weights of the draft head, by name. They determine a part of the KV in the model's pool.
         refusal: reason why the method ``auto`` does not use the draft head; None if there is no such reason.
     """
@@ -216,7 +216,7 @@ def load_drafts(
 
 @contextmanager
 def _naming_the_head() -> Iterator[None]:
-    """Within this context, convert all exceptions except ConfigError to a ModelLoadError that names the draft head."""
+    """Convert all exceptions in the context, except ConfigError, to a ModelLoadError that names the draft head."""
     try:
         yield
     except ConfigError:

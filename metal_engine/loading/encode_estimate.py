@@ -1,6 +1,6 @@
-"""Estimates, before a model is loaded, the memory for encoding its largest image. Used to make room for the model.
+"""Estimates the memory for encoding a model's largest image before the model is loaded, to make room for the model.
 
-After the load, the memory is measured (:mod:`metal_engine.runner.encode_memory`).
+After the load, the actual memory is measured (:mod:`metal_engine.runner.encode_memory`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _patches_per_token(config: Mapping[str, Any], vision: Mapping[str, Any]) -> 
 
 
 def _side(size: Any) -> int:
-    """Return the height from a size. A size is a number, a list that begins with it, or a dict with ``height``."""
+    """Return the height of a size: a number, a list [height, ...], or a dict with ``height``."""
     if isinstance(size, dict):
         size = size["height"]
     return int(size[0] if isinstance(size, list) else size)

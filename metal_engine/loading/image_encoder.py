@@ -1,4 +1,4 @@
-"""Gives a loaded model its image encoder, or the reason why it takes text only."""
+"""Adds the image encoder to a loaded model, or finds the reason why the model takes text only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Sizes:
 
 
 def warn_of_refusal(name: str, refusal: str) -> None:
-    """Log the reason why a model with an image encoder refuses images. For text models, log nothing."""
+    """Log why a model with an image encoder refuses images. Log nothing for text models (``TEXT_ONLY``)."""
     if refusal != TEXT_ONLY:
         logger.warning("%s serves text, and refuses images: %s", name, refusal)
 
@@ -48,7 +48,7 @@ def warn_of_refusal(name: str, refusal: str) -> None:
 def find_vision(
     args: EngineArgs, folder: Path, requirements: CheckpointRequirements, device: DeviceInfo
 ) -> VisionConfig | str:
-    """Return a model's image processing configuration, or the reason to refuse images. Reads no weights.
+    """Return a model's configuration of image processing, or the reason to refuse images. Reads no weights.
 
     Args:
         folder: directory of the checkpoint, or a GGUF file.
@@ -80,10 +80,11 @@ def add_image_input(
 ) -> ModelInfo:
     """Load the image encoder of a model, and check that images reach the model correctly.
 
-    Adds the encoder to ``opened.paged``. If that or the check fails, the model serves text, and the reason is logged.
+    Adds the encoder to ``opened.paged``. If the load or the check fails, the model serves text only, and the reason is
+    logged.
 
     Args:
-        vision: result of :func:`find_vision`. If it is a reason to refuse images, nothing is loaded.
+        vision: result of :func:`find_vision`. Nothing is loaded if the result is a reason to refuse images.
         is_checked: True if an earlier process has checked the same model.
 
     Returns:
@@ -109,7 +110,10 @@ def add_image_input(
 
 
 def with_largest_image(config: EngineConfig) -> EngineConfig:
-    """Return a configuration with the number of tokens of the largest image, if the model takes images."""
+    """Return the configuration with the number of tokens of the largest image filled in.
+
+    Returns ``config`` itself if the model does not take images.
+    """
     vision = config.vision
     if vision is None:
         return config

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 class LoadChecks:
     """Checks and memory claims of one load.
 
-    :func:`metal_engine.checkpoints.loader.load` calls :meth:`check` before a download, then :meth:`check_files`,
-    :meth:`check` and :meth:`claim`.
+    :func:`metal_engine.checkpoints.loader.load` calls :meth:`check` before a download. After the download, it calls
+    :meth:`check_files`, :meth:`check` and :meth:`claim`, in this order.
 
     Attributes:
         device: device on which the model will run, with practically unlimited memory if there are several models.
         head: file or folder of the draft head; None if the head is among the model's files, or there is no head.
-        head_refusal: reason to ignore the draft head, after :meth:`claim`; None if there is no such reason.
-        vision: processing of images, or the reason to refuse images, after :meth:`claim`.
+        head_refusal: reason to ignore the draft head; None if there is no such reason. Set by :meth:`claim`.
+        vision: configuration of image processing, or the reason to refuse images. Set by :meth:`claim`.
     """
 
     def __init__(self, args: EngineArgs, access: DeviceAccess, blas: BlasInfo, ranks: Ranks) -> None:
@@ -69,7 +69,7 @@ class LoadChecks:
         self._access.check_fits(requirements.weight_bytes + kv_bytes)
 
     def check_files(self, place: Path) -> None:
-        """Raise an error if the files differ between ranks, or if the method is ``mtp`` and there is no draft head.
+        """Raise an error if the files differ between ranks, or lack the draft head that the method ``mtp`` needs.
 
         Args:
             place: directory or GGUF file of the model. Kept for :meth:`claim`.
@@ -85,7 +85,7 @@ class LoadChecks:
 
         Raises:
             ModelLoadError: the model or its draft head does not fit, or the load was cancelled.
-            ConfigError: settings of image input conflict.
+            ConfigError: the settings of image input conflict.
         """
         from metal_engine.checkpoints.requirements import check_memory
         from metal_engine.device.info import device_info
@@ -155,7 +155,7 @@ def check_before_loading(
     """Check a model and the settings of its KV cache by its configuration and file headers. Loads MLX.
 
     Args:
-        divide: reduces a model to this rank's shard, if there are several ranks.
+        divide: reduces a model to this rank's shard; None with one rank.
 
     Returns:
         Upper limit on the tokens that the KV cache can hold; None if it cannot be determined yet.

@@ -47,7 +47,7 @@ class OpenedModel:
         *,
         max_over_ranks: Callable[[str, int], int],
     ) -> int:
-        """Run a step, and ``head`` after it if given. Return the memory besides weights and KV, in bytes.
+        """Run a step, and after it ``head`` if given. Return the memory in bytes that they take besides weights and KV.
 
         :func:`measure_step_bytes` describes the arguments, and raises the errors.
         """
@@ -132,7 +132,7 @@ def _with_recurrence(paged: PagedModel, ranks: Ranks, run: Callable[[], T]) -> T
     If ``run`` raises UnsupportedModelError and the model has such kernels, all ranks drop them and call ``run`` again.
 
     Raises:
-        UnsupportedModelError: the model does not run without the kernels.
+        UnsupportedModelError: ``run`` failed without the kernels.
     """
     try:
         return run()

@@ -1,4 +1,4 @@
-"""Estimates an upper limit of the memory of a model's largest step before the load, to make room for the model."""
+"""Estimates the memory of a model's largest step before the model is loaded, to make room for the model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SMALL_BYTES = 1 << 16
 def estimate_step_bytes(
     info: ModelInfo, device: DeviceInfo, block_size: int, kv_bytes: int, num_tokens: int, num_rows: int
 ) -> int:
-    """Return an upper estimate of the memory for measuring a step, in bytes.
+    """Return an estimate, rather too high, of the memory for measuring a step, in bytes, without weights and KV cache.
 
-    The step is measured with a temporary KV cache. If that cache is larger than ``kv_bytes``, the estimate includes the
-    difference.
+    The step will be measured with a temporary KV cache. If that cache is larger than ``kv_bytes``, the estimate
+    includes the difference.
 
     Args:
         info: metadata of a model that has not been loaded.
