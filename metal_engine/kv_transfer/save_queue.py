@@ -27,7 +27,7 @@ _NICENESS = 10
 
 
 class SaveQueue:
-    """Queue that writes blocks in the order in which they are added.
+    """First-in, first-out queue of blocks, with the thread that writes them.
 
     :meth:`grant` limits the number of queued blocks. Call it before :meth:`put`, which accepts any number.
 

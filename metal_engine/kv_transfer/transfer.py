@@ -340,8 +340,8 @@ class KVTransfer:
     def _load_state(self, ticket: LoadTicket) -> bool:
         """Load the last recurrent state that the store has for a ticket's blocks.
 
-        Returns False if the producer has not saved its state yet, so that the caller tries again later. If
-        the store has no state, and the load need not wait for one, returns True and leaves ``ticket.state`` None.
+        Returns False if the producer has not saved its state yet, so that the caller tries again later. Returns
+        True otherwise, even if the store has no state for the blocks.
         """
         if self.state_layout is None or ticket.state is not None:
             return True

@@ -22,9 +22,10 @@ class _Entry:
 class WaitingQueue:
     """Waiting requests in order of their sort keys.
 
-    Long prompts are in a separate heap, so that short prompts after them in the order can be found. A request can also
-    be parked until a running request, its *owner*, has computed a given number of tokens: usually the common prefix of
-    both requests, which is then computed only once.
+    Long prompts are in a separate heap, so that short prompts after them in the order can be found.
+
+    A request can also be parked until a running request, its *owner*, has computed a given number of tokens. For the
+    common prefix of both requests, this avoids computing the prefix twice.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
 """Chooses how many drafts are worth their cost, from measured step times (``step_times.py``) and acceptance rates.
 
 A step of n rows takes T(n) seconds. Each request that samples yields one token plus its accepted drafts. The number of
-drafts is chosen so that (expected tokens) / T(n) is largest. No drafts are used if each additional row costs at least
-as much as it yields.
+drafts is chosen so that (expected tokens) / T(n) is largest. It is 0 if no additional row yields more than it costs.
 
 All requests in a step wait for the time that drafts add, even requests that have no drafts and gain nothing. The added
 time is therefore weighted more if the step has other requests.
