@@ -47,8 +47,7 @@ def receive_into(view: memoryview, channel: socket.socket) -> bool:
     """Receive the next message into ``view``, and return True.
 
     Returns False if the message does not have the size of ``view``, or if :func:`receive_patiently` would return None.
-    Close the socket in these cases: a part of the message may be unread. Raises Cancelled if the
-    request was cancelled.
+    Close the socket in these cases: a part of the message may be unread. Raises Cancelled if the request was cancelled.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
     length = bytearray(LENGTH.size)

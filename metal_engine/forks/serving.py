@@ -15,7 +15,7 @@ from metal_engine.forks.channel import framed
 def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
     """Report over ``control`` that the process is ready. Then fork for each socket received, until ``control`` closes.
 
-    From then on, the standard error of this process and its forks is discarded.
+    After the report, the standard error of this process and its forks is discarded.
 
     Args:
         work: function that is called in each fork with the received socket. The fork ends when the function returns.

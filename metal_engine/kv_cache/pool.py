@@ -86,9 +86,9 @@ class StatePool:
         return cls(make_state(spec) for spec in specs)
 
     def unquantized(self) -> StatePool:
-        """Create a pool for the same layers with unquantized states, unallocated, in the place of quantized states.
+        """Create a pool for the same layers in which unquantized states replace the quantized states.
 
-        All other states are shared with this pool.
+        The new states are not allocated. All other states are shared with this pool.
         """
         return StatePool(
             make_state(state.spec.full) if isinstance(state.spec, QuantizedKVSpec) else state for state in self.states
@@ -250,7 +250,10 @@ class StatePool:
             state.attach_arrays(name, slots, values)
 
     def forget_states(self, slots: set[int]) -> None:
-        """Discard the pending states of some slots: a store provides these states, or no request needs them."""
+        """Discard the pending states of ``slots``.
+
+        Call it if a store provides the states of these slots, or if no request needs them.
+        """
         for state in self._recurrent:
             state.forget(slots)
 

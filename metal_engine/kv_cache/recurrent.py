@@ -224,7 +224,10 @@ class RecurrentState:
         return [None if runs is None else _joined([rows.of(values, pool) for rows in runs]) for runs in plan.taken]
 
     def forget(self, slots: set[int]) -> None:
-        """Discard the pending states of some slots: a store provides these states, or no request needs them."""
+        """Discard the pending states of ``slots``.
+
+        Call it if a store provides the states of these slots, or if no request needs them.
+        """
         for name, pending in self._pending.items():
             kept = [(p, [i for i, slot in enumerate(p.slots) if slot not in slots]) for p in pending]
             self._pending[name] = [p.only(wanted) for p, wanted in kept if wanted]

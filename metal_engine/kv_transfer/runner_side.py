@@ -98,7 +98,11 @@ class KVConnectorRunner:
         self._saves = StepSaves([])
 
     def bind_connector_metadata(self, meta: KVConnectorMetadata | None) -> None:
-        """Set the loads and saves of the step that is about to be built, and count the loads. None: neither."""
+        """Set the loads and saves of the step that is about to be built, and count the loads.
+
+        Args:
+            meta: loads and saves. None: the step loads and saves nothing.
+        """
         meta = meta or KVConnectorMetadata()
         self._loads = StepLoads(dict(meta.loads), dict(meta.state_loads))
         self._save_ids = mx.array([block_id for _, block_id in meta.saves]) if meta.saves else None

@@ -151,9 +151,9 @@ class KVConnectorScheduler:
         return {} if arrived is None else arrived.blocks
 
     def arrived_state(self, request_id: str) -> bytes | None:
-        """Return the position of the recurrent state that has arrived for a waiting request.
+        """Return the hash of the last block before the recurrent state that has arrived for a waiting request.
 
-        The position is the hash of the last block before the state. None if no state has arrived.
+        None if no state has arrived.
         """
         arrived = self._arrived.get(request_id)
         return None if arrived is None or arrived.state is None else arrived.state[0]
@@ -178,7 +178,7 @@ class KVConnectorScheduler:
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], from_store: Sequence[int], num_cached_blocks: int
     ) -> None:
-        """Record the admission of a request. Have the next plan write its arrived blocks to its own blocks.
+        """Record the admission of a request. Have the next plan write the arrived blocks to the request's blocks.
 
         If another engine waits for the prompt's KV, the plan also saves the cached blocks.
 
@@ -254,7 +254,7 @@ class KVConnectorScheduler:
         self._saves = [save for save in self._saves if save[0] != request_id]
 
     def count_prompt(self, request: Request) -> None:
-        """Count the sources of the KV of a request's prompt, at the request's first admission."""
+        """Add a request's prompt tokens to the counts by source of KV. Called at the request's first admission."""
         num_cached = max(0, request.num_cached_tokens)
         self.stats.add(
             prompt_tokens_local=num_cached - request.num_external_tokens,

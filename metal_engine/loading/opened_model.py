@@ -127,9 +127,9 @@ def open_model(
 
 
 def _with_recurrence(paged: PagedModel, ranks: Ranks, run: Callable[[], T]) -> T:
-    """Return the result of ``run``. If the model's kernels for recurrent layers make it fail, run without the kernels.
+    """Return the result of ``run``, without the kernels for recurrent layers if it fails with them.
 
-    If ``run`` raises UnsupportedModelError and the model has such kernels, all ranks drop them and call ``run`` again.
+    If ``run`` raises UnsupportedModelError and the model has these kernels, all ranks drop them and call ``run`` again.
 
     Raises:
         UnsupportedModelError: ``run`` failed without the kernels.

@@ -26,10 +26,10 @@ _SMALL_BYTES = 1 << 16
 def estimate_step_bytes(
     info: ModelInfo, device: DeviceInfo, block_size: int, kv_bytes: int, num_tokens: int, num_rows: int
 ) -> int:
-    """Return an estimate, rather too high, of the memory for measuring a step, in bytes, without weights and KV cache.
+    """Return a generous estimate of the memory for measuring a step, in bytes.
 
-    The step will be measured with a temporary KV cache. If that cache is larger than ``kv_bytes``, the estimate
-    includes the difference.
+    The estimate excludes weights and ``kv_bytes``. The step will be measured with a temporary KV cache. If that cache
+    is larger than ``kv_bytes``, the estimate includes the difference.
 
     Args:
         info: metadata of a model that has not been loaded.

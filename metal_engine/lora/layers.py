@@ -57,7 +57,7 @@ class AdaptedLayer:
 
         Args:
             slot: slot of the adapter.
-            weights: weights of the adapter; None if the adapter does not add to this layer, to clear the slot.
+            weights: weights of the adapter. None clears the slot: the adapter does not add to this layer.
 
         Yields:
             Size in bytes (of float32) of each part, after writing it. The slot is usable after the last part.
@@ -187,9 +187,13 @@ class AdaptedLayers:
         return sum(layer.nbytes for layer in self._layers.values())
 
     def set_weights(self, slot: int, weights: Mapping[str, Weights | None]) -> Iterator[int]:
-        """Write an adapter's weights for some layers, by name, to its slot, while the result is iterated.
+        """Write an adapter's weights for some layers to its slot, while the result is iterated.
 
         Yields the values of :meth:`AdaptedLayer.set_weights`.
+
+        Args:
+            slot: slot of the adapter.
+            weights: layer name -> weights; None for a layer to which the adapter does not add.
         """
         for name, one in weights.items():
             yield from self._layers[name].set_weights(slot, one)

@@ -160,7 +160,7 @@ class AdapterRegistry:
             run(put_some)
 
     def _pieces(self, file: AdapterFile) -> Iterator[dict[str, Weights | None]]:
-        """Yield the adapter's weights for a few layers at a time, for all layers in total. None: an unmodified layer."""
+        """Yield the weights for all adaptable layers, a few layers at a time. None stands for an unmodified layer."""
         own = set(file.modules)
         piece: dict[str, Weights | None] = {}
         num_bytes = 0

@@ -24,7 +24,7 @@ class LoadQueue:
     that were loaded since then.
 
     Attributes:
-        first: load for which models in use are closed; None if :meth:`close_for_first` has not chosen a load.
+        first: load that :meth:`close_for_first` has chosen, for which models in use are closed; otherwise None.
     """
 
     def __init__(self, budget: MemoryBudget) -> None:
@@ -68,7 +68,7 @@ class LoadQueue:
         return not self._lacks_memory(load)
 
     def _lacks_memory(self, load: Load) -> bool:
-        """Return True if the memory size of a load is known, and free and idle memory together are smaller.
+        """Return True if the size of a load is known, and exceeds the free memory plus the memory of idle models.
 
         False for a load that may not evict: such a load starts, and fails when it claims its memory.
         """

@@ -66,7 +66,7 @@ class MemoryBudget:
             also_used: True if models in use may be chosen.
 
         Returns:
-            The chosen models, an empty list if enough memory is free. None if unloading all candidates would not free
+            The chosen models; empty if enough memory is free already. None if unloading all candidates would not free
             enough memory.
         """
         missing = num_bytes - self.free_for(entry)

@@ -62,13 +62,13 @@ class ImagePlanner:
     # --- limits of a chunk ----------------------------------------------------------------------------------
 
     def can_start(self, request: Request, num_computed: int, *, whole: bool = False) -> bool:
-        """Return True if the step being planned can provide the image features for the next chunk of a request.
+        """Return True if the image features for the smallest next chunk of a request fit into the step being planned.
 
-        The chunk is the smallest possible chunk. Claims no images.
+        Claims no images.
 
         Args:
             num_computed: number of the request's computed tokens.
-            whole: True if the chunk consists of all remaining tokens of the request instead.
+            whole: True to check the features for all remaining tokens of the request instead.
         """
         if request.images is None:
             return True
@@ -101,7 +101,7 @@ class ImagePlanner:
         return request.num_tokens
 
     def _fits(self, images: Iterable[PromptImage], *, whole: bool = False) -> bool:
-        """Return True if this step can encode the missing images among ``images``: their features are not kept.
+        """Return True if this step can encode all of ``images`` whose features are not kept.
 
         The first images that a step encodes may exceed ``max_num_encoder_tokens``: even the smallest possible chunk may
         contain several images. With ``whole``, this limit always applies. The limit on kept features always applies.
@@ -222,7 +222,7 @@ def _between(images: PromptImages, start: int, stop: int) -> tuple[int, int]:
 
 
 def last_cut(images: PromptImages | None, start: int, stop: int, unit: int) -> int:
-    """Return the last position up to ``stop`` where a chunk may end. Return ``start`` if there is none after it.
+    """Return the last position up to ``stop`` where a chunk may end. Return ``start`` if a chunk must end later.
 
     Args:
         images: images of the prompt, or None.
@@ -258,7 +258,7 @@ def _cut_by(images: PromptImages | None, position: int) -> PromptImage | None:
 
 
 def largest_step(images: PromptImages, unit: int) -> int:
-    """Return the size of the largest chunk, in tokens, that no step may divide."""
+    """Return the length in tokens of the longest part of a prompt that must be computed in a single chunk."""
     largest = unit
     for image in images.images if images.bidirectional_layers else ():
         start = last_cut(images, 0, image.start - image.start % unit, unit)

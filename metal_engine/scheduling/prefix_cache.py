@@ -38,7 +38,7 @@ def root_hash(model_fingerprint: str, cache_salt: str, adapter_fingerprint: str 
 
 
 def extend_block_hashes(request: Request, block_size: int, model_fingerprint: str) -> list[bytes]:
-    """Extend ``request.block_hashes`` in place to all full blocks of the request's known tokens, and return it."""
+    """Extend ``request.block_hashes`` in place to all full blocks of the request's known tokens. Return the list."""
     hashes = request.block_hashes
     root = model_fingerprint, request.cache_salt, _fingerprint(request.adapter)
     _extend(hashes, request.token_ids, block_size, root, request.images)
@@ -171,7 +171,7 @@ class PrefixCache:
         return found[: stop // self._block_size]
 
     def missing(self, request: Request) -> Missing:
-        """Return the blocks, and whether also the recurrent state, that a waiting request's prefix lacks here."""
+        """Return the parts of a waiting request's KV and recurrent state that the local cache lacks."""
         hashes = self._usable_hashes(request)[: (request.num_tokens - 1) // self._block_size]
         blocks = [block_hash for block_hash in hashes if not self._blocks.is_cached(block_hash)]
         if not self._slots.num_slots:
@@ -206,7 +206,7 @@ class PrefixCache:
         return None
 
     def publish(self, request: Request) -> None:
-        """Make the full blocks of a running request whose tokens are known available to other requests.
+        """Publish the full blocks of a running request, as far as their tokens are known.
 
         Excludes the last token of a request with a grammar: it may be recomputed (:attr:`ModelOutput.late_req_ids`).
         """

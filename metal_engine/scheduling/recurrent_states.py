@@ -195,7 +195,7 @@ class RecurrentStates:
             held.spaced.pop(position, None)
 
     def writes_state_at(self, request: Request, position: int) -> bool:
-        """Return True if the request has a checkpoint position at ``position``, or has no recurrent state."""
+        """Return True if a checkpoint of the request is planned at ``position``, or it has no recurrent state."""
         held = self._held.get(request.request_id)
         return held is None or position in held.stops or position % held.interval == 0
 
@@ -290,7 +290,7 @@ class RecurrentStates:
         return self.slots.num_available - (self._max_num_seqs - len(self._held))
 
     def may_keep_for_drafts(self, request: Request, num_spare: int) -> bool:
-        """Return True if :meth:`keep_for_drafts` can succeed in the request's next step, given ``num_spare``."""
+        """Return True if :meth:`keep_for_drafts` can succeed in the next step, given the number of spare slots."""
         held = self._held.get(request.request_id)
         if held is None or held.is_rejected:
             return True
@@ -321,7 +321,7 @@ class RecurrentStates:
     def is_rejected(self, request: Request) -> bool:
         """Return True if a draft was rejected, or if the last planned step recomputes accepted drafts.
 
-        Several tokens left to compute then mean that the request recomputes accepted drafts. It is not a prefill.
+        If such a request has several tokens left to compute, it recomputes accepted drafts, and is not a prefill.
         """
         held = self._held.get(request.request_id)
         return held is not None and (held.is_rejected or held.is_recomputing)

@@ -235,7 +235,7 @@ class Scheduler:
 
         - The step has no tokens left, or ``max_num_seqs`` requests are running.
         - :meth:`Admissions.next` returns None.
-        - The image features for the request's smallest possible chunk do not fit into the step.
+        - The image features for the smallest possible chunk of the returned request do not fit into the step.
         """
         if prefills.step.tokens <= 0 or len(self.running) >= self.config.max_num_seqs:
             return None

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 class StateSlots:
     """Slots 1 to ``num_slots``. A slot is free, or holds a request's state, a checkpoint, or a state that is both.
 
-    A request can hold several slots, and no slot is held by two requests. Hashes are those of a prefix's last block.
+    A request can hold several slots, but two requests never hold the same slot. A checkpoint is found by the hash of
+    the last block of its prefix.
 
     Args:
         num_slots: number of slots; 0 for models without recurrent layers.
@@ -64,7 +65,7 @@ class StateSlots:
     def take(self) -> int:
         """Return a slot, which the request then holds. At least one slot must be available.
 
-        Evicts the least recently used checkpoint that no request holds if no slot is free.
+        If no slot is free, evicts the least recently used checkpoint whose slot no request holds.
         """
         if not self._free:
             self.num_evictions += 1

@@ -16,13 +16,13 @@ class SchedulerStats:
     Attributes:
         num_waiting: number of waiting requests, including requests that load KV from a store.
         num_preemptions: total number of preemptions since the start.
+        peak_used_blocks: largest number of blocks that requests have used at the same time.
         num_loading: number of waiting requests whose KV is being loaded from a store.
         num_state_slots: number of slots for recurrent states; 0 for models without recurrent layers.
         num_checkpoints: number of slots that hold a state checkpoint.
         checkpoint_hits: number of times that a request resumed from a state checkpoint.
         checkpoint_evictions: number of evicted state checkpoints.
         images_encoded: number of images that steps have encoded.
-        peak_used_blocks: largest number of blocks that requests used at the same time.
         image_cache_hits: number of images whose features were kept when a request needed them.
         image_cache_tokens: number of image tokens whose features are kept.
         num_plans: number of plans so far, including empty plans. It grows as long as the engine works on requests.

@@ -24,8 +24,8 @@ class WaitingQueue:
 
     Long prompts are in a separate heap, so that short prompts after them in the order can be found.
 
-    A request can also be parked until a running request, its *owner*, has computed a given number of tokens. For the
-    common prefix of both requests, this avoids computing the prefix twice.
+    A request can also be parked until a running request, its *owner*, has computed a given number of tokens. If these
+    tokens are the common prefix of both requests, the prefix is then computed only once.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class WaitingQueue:
         return iter([e.request for e in sorted(self._entries.values()) if e.request is not None])
 
     def push(self, request: Request, *, is_long: bool) -> None:
-        """Insert a request at its position. If the queue contains it already, even parked, it is moved there."""
+        """Insert a request at its position. A request that the queue contains already, even parked, is moved there."""
         self.remove(request.request_id)
         entry = self._entries[request.request_id] = _Entry(request.sort_key, request, is_long)
         heapq.heappush(self._heaps[is_long], entry)
@@ -71,7 +71,7 @@ class WaitingQueue:
         self._num_void = 0
 
     def head(self, *, include_long: bool) -> Request | None:
-        """Return the first request that is not parked, and keep it in the queue. None if all requests are parked.
+        """Return the first request that is not parked, and keep it in the queue. None if all are parked or skipped.
 
         Args:
             include_long: False to skip long prompts.

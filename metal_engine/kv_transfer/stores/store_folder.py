@@ -100,9 +100,11 @@ class StoreFolder:
             _make_private(self.root, folder)
 
     def check(self) -> None:
-        """Raise NotAStoreError if the path cannot become a store: not a directory, or with other files in it.
+        """Check that the path is a store, or can become one. Changes nothing.
 
-        Raises OSError if the directory cannot be read.
+        Raises:
+            NotAStoreError: the path is not a directory, or the directory contains files that no store made.
+            OSError: the directory cannot be read.
         """
         if not self.root.exists() or self.is_marked:
             return

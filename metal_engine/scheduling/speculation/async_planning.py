@@ -2,7 +2,7 @@
 
 Applies to ``--async-scheduling``. An asynchronously planned step hides the host's work, but cannot have drafts, because
 drafts follow known tokens. A step with drafts is therefore planned when all tokens are known. The planning of the step
-after it must wait as well, because the number of accepted drafts is unknown until the step ends.
+after it must wait, too, because the number of accepted drafts is unknown until the step ends.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class AsyncPlanning:
         self._num_left_out = 0  # number of waits left out since the last wait
 
     def planned(self, step_id: int, num_rows: int) -> None:
-        """Record that an asynchronously planned step decodes ``num_rows`` rows.
+        """Record the number of rows of an asynchronously planned step.
 
-        0 if the step also prefills, so that its duration is not recorded.
+        Args:
+            num_rows: number of rows if the step only decodes; 0 if it also prefills, so that it is not measured.
         """
         self._planned[step_id] = num_rows
 
@@ -52,7 +53,7 @@ class AsyncPlanning:
             self._times.measured(num_rows, now - before)
 
     def failed(self, step_ids: set[int]) -> None:
-        """Discard failed or cancelled steps. The next step end starts a new measurement."""
+        """Discard failed or cancelled steps. The next step that ends is not measured."""
         self._planned = {step_id: rows for step_id, rows in self._planned.items() if step_id not in step_ids}
         self._last_end = None
 

@@ -34,7 +34,7 @@ class DraftModelProposer(PredictedTextProposer):
 
 
 class HeadProposer(NgramProposer):
-    """Proposer of drafts from a predicted text, by prompt lookup, or else of drafts that the draft head fills in.
+    """Proposer of drafts from a predicted text or by prompt lookup, or else of drafts that the draft head fills in.
 
     A request uses prompt lookup if its lookups are estimated to be accepted at least as often as drafts of the head.
     """

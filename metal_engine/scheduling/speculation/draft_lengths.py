@@ -24,7 +24,7 @@ _OTHERS_WEIGHT = 0.75
 
 
 def least_gain(num_sampling: int, times: Sequence[float], draft_seconds: float = 0.0) -> float:
-    """Return the smallest acceptance probability at which drafts, in some number, are worth their cost.
+    """Return the acceptance probability below which drafts are not worth their cost, whatever their number.
 
     At least ``MIN_GAIN``. Infinity if ``times`` covers no drafts.
 

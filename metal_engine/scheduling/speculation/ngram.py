@@ -211,7 +211,8 @@ class PredictedTextProposer(ABC):
 class NgramProposer(PredictedTextProposer):
     """Proposer of drafts from a predicted text, or else by prompt lookup.
 
-    Proposes nothing by lookup until the request's tokens are indexed: at most ``TOKENS_PER_STEP`` in each step.
+    A lookup proposes nothing until all tokens of the request are indexed. A step indexes at most ``TOKENS_PER_STEP``
+    tokens of all requests together.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:

@@ -68,7 +68,7 @@ def make_costs(config: SpeculativeConfig) -> DraftCosts | None:
 
 
 class Proposals:
-    """Obtains drafts from a proposer for the requests that may have drafts, and selects the promising ones.
+    """Obtains drafts from a proposer for the requests that may have drafts, and selects the most promising.
 
     Args:
         costs: costs of the drafts that the runner computes; None if the runner computes no drafts.
@@ -121,14 +121,14 @@ class Proposals:
     ) -> tuple[dict[Request, list[int]], list[Request]]:
         """Select the requests whose drafts are likely enough to be worth their cost.
 
-        Requests with the likeliest drafts come first. Equally likely requests rotate from step to step. Also compares
-        the drafts that :meth:`record_untried` has recorded for the requests with their tokens.
+        Requests with the likeliest drafts come first. Equally likely requests rotate from step to step. Also evaluates
+        the drafts that :meth:`record_untried` has recorded for the requests.
 
         Args:
             decoding: requests that may have drafts.
             num_sampling: number of requests that sample in the step.
-            times: result of :meth:`StepTimes.times`. At most as many requests have drafts as the result has additional
-                rows. If the runner computes drafts, this also limits their total number.
+            times: result of :meth:`StepTimes.times`. Its length minus 1 limits the number of requests with drafts and,
+                if the runner computes drafts, the total number of drafts.
             num_planned: 1 if the step is planned, so that each request has a placeholder for the token that this step
                 samples; 0 if the step is not planned yet. Drafts begin with guesses for all other placeholders.
 
@@ -225,7 +225,7 @@ class Proposals:
     def num_guesses(self, request: Request, drafts: list[int]) -> int:
         """Return how many of a request's leading drafts are guesses for tokens in flight.
 
-        The later drafts depend on these guesses. 0 for drafts that the runner computes, once it knows the tokens.
+        The later drafts depend on these guesses. 0 for drafts of the runner, which computes them from known tokens.
         """
         return 0 if drafts[0] == UNKNOWN_DRAFT else request.num_output_placeholders
 
@@ -235,9 +235,9 @@ class Proposals:
         return may_have_drafts and self.acceptance.computed.of(request.request_id) >= self._least_gain
 
     def record_untried(self, request: Request, drafts: list[int]) -> None:
-        """Record the first draft of a request that gets no drafts, to compare it with the token generated instead.
+        """Record the first of a request's unused drafts, to compare the draft with the token that is generated.
 
-        Does nothing if ``drafts`` are empty or to be filled in by the runner.
+        Drafts that the runner would fill in are ignored.
         """
         if drafts and drafts[0] != UNKNOWN_DRAFT:
             self._noted[request.request_id] = request.num_tokens, drafts[0]
@@ -264,7 +264,7 @@ class Proposals:
     def _compare(self, request: Request) -> None:
         """Compare a request's recorded draft with the generated token, and update the acceptance of lookups.
 
-        Does nothing without a recorded draft (:meth:`record_untried`) or if its token was not generated.
+        Does nothing if no draft is recorded, or if the token at its position is unknown.
         """
         index, draft = self._noted.pop(request.request_id, (request.num_tokens, -1))
         if index < request.num_tokens:
