@@ -263,7 +263,8 @@ def _products(
 ) -> dict[str, _Product]:
     """Return the pair of tensors of each layer, by the layer's name in the model.
 
-    Raises AdapterError for unsupported tensors and layers, for a layer without exactly two tensors, and for an empty file.
+    Raises AdapterError for unsupported tensors and layers, for a layer without exactly two tensors, and if there are no
+    tensors.
     """
     by_tail = _by_tail(targets)
     found: dict[str, dict[str, tuple[StoredTensor, int]]] = {}
