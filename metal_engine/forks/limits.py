@@ -36,7 +36,7 @@ class Growth:
 
 
 class Monitor(threading.Thread):
-    """Thread that ends the process at once if it grows too much, or if the peer has closed the socket.
+    """Thread that ends the process if it grows too much, or if the peer has closed the socket.
 
     Args:
         channel: socket to the peer.

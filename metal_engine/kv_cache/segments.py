@@ -46,7 +46,7 @@ class SegmentGroup:
 
     @property
     def is_fresh(self) -> bool:
-        """True if the segments start requests, so that their initial state is zero."""
+        """True if the segments start requests, so that they have no initial state."""
         return self.reads[0] == ZERO_STATE_SLOT
 
     def take(self, x: mx.array, axis: int = 1) -> mx.array:

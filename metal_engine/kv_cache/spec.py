@@ -115,7 +115,7 @@ class LatentSpec(StateSpec):
 
 @dataclass(frozen=True)
 class IndexSpec(StateSpec):
-    """Keys of an index: one vector per token. The index selects the tokens to which the layer attends.
+    """Keys of an index: one vector per token. The index selects the tokens to which its layer attends.
 
     Index keys are never quantized.
     """

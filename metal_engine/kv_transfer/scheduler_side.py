@@ -214,9 +214,9 @@ class KVConnectorScheduler:
         ]
 
     def build_connector_meta(self, states: Sequence[tuple[bytes, int]] = ()) -> KVConnectorMetadata | None:
-        """Return the loads and saves for the plan just made, and clear them; None if there are none.
+        """Return the loads and saves of the plan just made, and clear them; None if there are none.
 
-        Saves that do not fit into the save queue are dropped.
+        Saves that do not fit into the queue are dropped.
 
         Args:
             states: recurrent states to save, as the hash of the block that the state follows, and the state's slot.

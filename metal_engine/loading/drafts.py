@@ -42,9 +42,9 @@ class Drafts:
 
     Attributes:
         info: facts about the draft model or the draft head. Its weights and KV take memory in addition to the model's.
-        make: function that creates the drafter for a configuration.
-        models: the draft model; empty without one. It runs in its own steps, whose memory is measured separately.
-        head: draft head, which runs in the steps of the model.
+        make: creates the drafter for a configuration.
+        models: the draft model, if there is one. It runs in steps of its own, whose memory is measured separately.
+        head: draft head, which runs in the steps of its model.
         weights_of_kv: weights of the draft head, by name. They determine a part of the KV in the model's pool.
         refusal: reason why the method ``auto`` does not use the draft head; None if there is no such reason.
     """

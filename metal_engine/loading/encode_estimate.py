@@ -1,6 +1,6 @@
 """Estimates the memory for encoding a model's largest image before the model is loaded, to make room for the model.
 
-After the load, the actual memory is measured (:mod:`metal_engine.runner.encode_memory`).
+After the load, the memory is measured (:mod:`metal_engine.runner.encode_memory`).
 """
 
 from __future__ import annotations

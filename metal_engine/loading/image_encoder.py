@@ -48,7 +48,7 @@ def warn_of_refusal(name: str, refusal: str) -> None:
 def find_vision(
     args: EngineArgs, folder: Path, requirements: CheckpointRequirements, device: DeviceInfo
 ) -> VisionConfig | str:
-    """Return a model's configuration of image processing, or the reason to refuse images. Reads no weights.
+    """Return a model's image processing configuration, or the reason to refuse images. Reads no weights.
 
     Args:
         folder: directory of the checkpoint, or a GGUF file.

@@ -85,7 +85,7 @@ class LoadChecks:
 
         Raises:
             ModelLoadError: the model or its draft head does not fit, or the load was cancelled.
-            ConfigError: the settings of image input conflict.
+            ConfigError: settings of image input conflict.
         """
         from metal_engine.checkpoints.requirements import check_memory
         from metal_engine.device.info import device_info

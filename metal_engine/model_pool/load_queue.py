@@ -10,7 +10,7 @@ from metal_engine.model_pool.model_entry import Load, ModelEntry, ModelState
 
 
 class LoadQueue:
-    """Queued loads in the order of their requests. Only chooses: the registry starts loads and closes models.
+    """Queued loads in the order of their requests. Changes no model.
 
     The rule that picks the next load:
 
@@ -42,7 +42,7 @@ class LoadQueue:
         return bool(self._loads)
 
     def add(self, load: Load) -> None:
-        """Insert a load by the time of its request. A load that is retried returns to its earlier position."""
+        """Insert a load by the time of its request. A load that is retried returns to its place."""
         load.is_due = False  # a retried load can need additional victims
         bisect.insort(self._loads, load, key=lambda one: one.asked_at)
 

@@ -10,7 +10,7 @@ from metal_engine.settings.fields import format_size
 
 
 class MemoryBudget:
-    """Device memory that all models together may use. Only computes and chooses: it does not unload models.
+    """Device memory that all models together may use. Changes no model.
 
     Args:
         memory_bytes: size of the budget in bytes.

@@ -141,7 +141,7 @@ class ModelRegistry:
             entry.failed = None
 
     def release(self, entry: ModelEntry) -> None:
-        """End one request's lease of a model (:meth:`use`)."""
+        """End one request's lease of a model."""
         entry.num_leases -= 1
         entry.last_used = time.monotonic()
         entry.touch()

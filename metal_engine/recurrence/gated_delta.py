@@ -1,4 +1,4 @@
-"""The gated delta rule over many tokens as matrix products. On a CPU, mlx-lm computes it token by token, which is slow.
+"""The gated delta rule over many tokens in matrix products: on a CPU, mlx-lm computes it token by token.
 
 The rule for one head, with state S [Dv, Dk], gate g_t (a number, or one per key element: Dk numbers) and step size b_t:
 

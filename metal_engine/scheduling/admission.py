@@ -82,7 +82,7 @@ class Admissions:
     # --- requests come and go -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Add a new or preempted request: start to load its KV from a store, or queue it if there is none to load."""
+        """Add a new or preempted request. Start loading its KV if a store may have it; otherwise queue the request."""
         connector = self._connector
         if connector is not None and connector.start_load(request, self._prefix_cache.missing(request)):
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -91,7 +91,7 @@ class Admissions:
             self._enqueue(request)
 
     def enqueue_loaded(self) -> None:
-        """Queue the requests whose loads have ended, even if blocks are missing. The order stays the same."""
+        """Queue the requests whose loads have ended, completely or not. Each keeps its position in the order."""
         if self._connector is None or not self.loading:
             return
         for request_id in self._connector.take_ended_loads():

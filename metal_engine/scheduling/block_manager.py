@@ -127,7 +127,7 @@ class BlockManager:
             self._release(block)
 
     def trim(self, request_id: str, num_tokens: int) -> None:
-        """Release the blocks that the request's first ``num_tokens`` tokens do not occupy."""
+        """Free the blocks that the request's first ``num_tokens`` tokens do not occupy."""
         table = self._tables[request_id]
         for _ in range(len(table) - self.blocks_for(num_tokens)):
             self._release(table.pop())

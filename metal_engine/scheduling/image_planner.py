@@ -154,7 +154,7 @@ class ImagePlanner:
             self.num_encoded -= 1
 
     def computed(self, request: Request) -> None:
-        """Release the images of a request whose tokens are all covered by the plans so far."""
+        """Release the images whose tokens are all computed by the plans so far."""
         if request.images is None or request.request_id not in self._claimed:
             return
         images = request.images.images
@@ -181,7 +181,7 @@ class ImagePlanner:
     # --- plans ----------------------------------------------------------------------------------------------
 
     def plan(self, plan: SchedulerOutput) -> None:
-        """Add to a plan the images to encode and the features to drop. The plan must be executed, or be refused."""
+        """Add the images to encode and the features to drop to a plan that will be executed."""
         plan.images_to_encode = [
             ImageToEncode(key, image.num_features, image.inputs) for key, image in self._to_encode.items()
         ]

@@ -120,7 +120,7 @@ class RecurrentStates:
         self._held: dict[str, _Held] = {}
 
     def begin_step(self) -> None:
-        """Prepare for the planning of a step. Call it before :meth:`can_admit` and :meth:`admit`."""
+        """Prepare for the planning of a step."""
         self._read.clear()
 
     def can_admit(self, request: Request, num_cached: int) -> bool:
@@ -290,7 +290,7 @@ class RecurrentStates:
         return self.slots.num_available - (self._max_num_seqs - len(self._held))
 
     def may_keep_for_drafts(self, request: Request, num_spare: int) -> bool:
-        """Return True if :meth:`keep_for_drafts` can succeed in the next step, given the number of spare slots."""
+        """Return True if the next step of a running request may have drafts, given ``num_spare`` spare slots."""
         held = self._held.get(request.request_id)
         if held is None or held.is_rejected:
             return True
@@ -396,7 +396,7 @@ class RecurrentStates:
         self.slots.touch(held.latest)
 
     def _thin(self, held: _Held) -> None:
-        """Drop every second periodic checkpoint while a prompt has too many. Checkpoints that had a hit stay."""
+        """Drop every second periodic checkpoint if a prompt has too many. Checkpoints that had a hit stay."""
         while len(held.spaced) > self._max_spaced:
             held.interval *= 2
             for position in [position for position in held.spaced if position % held.interval]:

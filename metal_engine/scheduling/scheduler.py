@@ -96,11 +96,7 @@ class Scheduler:
         self.admissions.add(request)
 
     def finish_request(self, request_id: str, status: RequestStatus) -> None:
-        """End a request in any state and free its blocks. Unknown ids, e.g. of finished requests, are ignored.
-
-        Args:
-            status: final status of the request.
-        """
+        """End a request in any state and free its blocks. Unknown ids are ignored: they have finished already."""
         request = self.requests.pop(request_id, None)
         if request is None:
             return
@@ -175,7 +171,7 @@ class Scheduler:
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
         """Schedule decodes of running requests in order, including recomputed drafts. Return the running prefills.
 
-        Preempts the last requests in order if the pool has too few free blocks.
+        If the pool has too few free blocks, the last requests in order are preempted.
         """
         prefills = []
         for request in list(self.running.values()):

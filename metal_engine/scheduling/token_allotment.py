@@ -110,7 +110,7 @@ def rows_for_work(context_len: int, work: int) -> int:
 def chunk_unit(config: SchedulerConfig, block_size: int) -> int:
     """Return the unit of chunk sizes: a block with ``--page-aligned-scheduling``, otherwise one token.
 
-    Chunk sizes are multiples of the unit, except for the last chunk of a prompt. The budget is charged for whole units.
+    Chunk sizes are multiples of the unit, except for the last chunk of a prompt. All chunks are charged in whole units.
     """
     return block_size if config.page_aligned_scheduling else 1
 

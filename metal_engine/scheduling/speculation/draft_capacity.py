@@ -44,7 +44,7 @@ class DraftCapacity:
             self._num_free_blocks -= blocks.num_held_tokens(request.request_id) <= request.num_computed_tokens
 
     def take(self, request: Request, num_drafts: int) -> int:
-        """Subtract the capacity for up to ``num_drafts`` drafts of a request. Return the number of drafts that fit."""
+        """Reserve capacity for up to ``num_drafts`` drafts of a request. Return the number of drafts that fit."""
         if self._states is not None and not self._states.may_keep_for_drafts(request, self._num_spare):
             return 0
         start, block_size = request.num_computed_tokens + 1, self._blocks.block_size

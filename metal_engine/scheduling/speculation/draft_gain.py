@@ -53,7 +53,7 @@ class _Rates:
         num_plain: number of steps without drafts since the last step with drafts.
         num_drafted: number of steps with drafts in the current burst.
         num_bursts: number of bursts since the last step without drafts.
-        pause: number of steps without drafts that must precede the next burst.
+        pause: number of steps without drafts before the next burst.
     """
 
     plain: _Rate = field(default_factory=_Rate)
@@ -64,7 +64,7 @@ class _Rates:
     pause: int = 0
 
     def measured_plain(self, num_tokens: int, seconds: float) -> None:
-        """Record a step without drafts that yielded ``num_tokens`` tokens. Sets ``num_bursts`` to 0."""
+        """Record a step without drafts that yielded ``num_tokens`` tokens. Resets the count of bursts."""
         self.plain.measured(num_tokens, seconds)
         self.num_plain += 1
         self.num_bursts = 0
@@ -118,7 +118,7 @@ class DraftGain:
             self._planned[plan.step_id] = num_requests, has_drafts or waited
 
     def ended(self, step_id: int, num_tokens: int) -> None:
-        """Record the end of a step, measured or not, which has yielded ``num_tokens`` tokens."""
+        """Record the end of a step, which has yielded ``num_tokens`` tokens."""
         now, before = self._clock(), self._last_end
         self._last_end = now
         planned = self._planned.pop(step_id, None)

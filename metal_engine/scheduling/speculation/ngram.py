@@ -179,7 +179,7 @@ class PredictedTextProposer(ABC):
 
     @abstractmethod
     def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
-        """Return drafts from another source, for a request that does not follow a predicted text."""
+        """Return drafts for a request that does not follow a predicted text."""
 
     def _from_predicted_text(self, request: Request, num_tokens: int) -> list[int]:
         if not request.options.predicted_token_ids:

@@ -275,7 +275,7 @@ class Proposals:
 
         Args:
             planned: drafts in the plan. They determine the source whose acceptance is updated.
-            num_drafts: number of drafts that were tried: fewer than planned if the runner computed fewer.
+            num_drafts: number of drafts that were tried. Fewer than planned if the runner had too few drafts.
         """
         self.acceptance.of_source(planned).tried(request.request_id, num_drafts, num_accepted)
         if self._costs is not None:
