@@ -68,7 +68,7 @@ def find_vision(
         vision = replace(vision, least_image_tokens=smallest.num_tokens(smallest.grid(*_SMALL_SIZE)))
     except ModelLoadError as error:
         return f"its image processor cannot be used: {error}"
-    except Exception as error:  # the configuration is the checkpoint's
+    except Exception as error:  # the checkpoint's configuration may have any content
         logger.debug("reading the image processor of %s", args.model, exc_info=error)
         return f"its image processor cannot be used: {type(error).__name__}: {one_line(error)}"
     info = expected_model_info(args.model, requirements, args.kv_cache_dtype) if vision.bidirectional_layers else None

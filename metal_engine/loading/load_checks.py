@@ -172,7 +172,7 @@ def check_before_loading(
             and (whole := expected_model_info(args.model, requirements)) is not None
             and whole.own_caches_reason
         ):
-            check_kv_cache(args, whole, device)  # names the flag: such a model cannot be divided
+            check_kv_cache(args, whole, device)  # raises an error that names the flag: such a model cannot be divided
         info = expected_model_info(args.model, requirements, args.kv_cache_dtype, divide)
     except UnsupportedModelError as error:
         raise cannot_run(args.model, requirements.config, error) from error

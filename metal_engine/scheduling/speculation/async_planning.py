@@ -31,7 +31,7 @@ class AsyncPlanning:
         self._last_end: float | None = None
         self._planned: dict[int, int] = {}  # step id -> rows
         self._num_decisions = 0
-        self._num_vain_waits = 0  # number of waits for drafts since the last drafts, all without drafts
+        self._num_vain_waits = 0  # number of consecutive waits for steps that then had no drafts
         self._num_left_out = 0  # number of waits left out since the last wait
 
     def planned(self, step_id: int, num_rows: int) -> None:

@@ -169,7 +169,7 @@ class HeadCosts(DraftCosts):
     """Measured costs of a draft head. The head follows each step of its model, so no KV is missing."""
 
     has_prefill = False
-    probe_fraction = 0.005  # the head's KV takes about another percent of each step
+    probe_fraction = 0.005  # computing the head's KV takes another percent of each step
 
     def __init__(self) -> None:
         super().__init__()

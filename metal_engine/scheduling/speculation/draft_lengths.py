@@ -105,7 +105,7 @@ def choose_lengths(
     )
     lengths = [0] * len(limits)
     tokens = best_tokens = float(num_sampling)
-    # A draft model drafts for all requests.
+    # A draft model drafts for all requests: no request waits only for the drafts of others.
     drafts_for_all = draft_seconds and (are_computed is None or any(are_computed))
     weight = 1.0 if drafts_for_all else time_weight(num_sampling)
     best_seconds = best_weighed = times[0]
