@@ -43,8 +43,8 @@ class _RecordingAttention:
 def attention_kinds(paged: PagedModel) -> list[AttentionKind]:
     """Return the kind of each attention call of a model, in the order of its forward pass.
 
-    Layers that share K and V have their own calls. A step of one token is built, and not computed. The pool of
-    ``paged`` is not allocated afterwards.
+    The list has one entry per call, also for a layer that reuses the K and V of another layer. Builds the graph of a
+    step of one token without evaluating it. Allocates the pool of ``paged``, and releases it at the end.
 
     Raises:
         UnsupportedModelError: the forward pass does not run over a paged cache.

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import CacheList
 
 
 class CacheGroup:
-    """Several caches of one layer. Replaces mlx-lm's ``CacheList``."""
+    """Several caches of one layer, read by index, e.g. ``cache[0]``. Replaces mlx-lm's ``CacheList``."""
 
     def __init__(self, caches: Iterable[Any]) -> None:
         self.caches = tuple(caches)
@@ -26,7 +26,11 @@ CacheTree = list[Any]
 
 
 def map_caches(function: Callable[[Any], Any], tree: Iterable[Any]) -> CacheTree:
-    """Return the tree with ``function`` applied to each cache, in order. ``CacheList`` becomes :class:`CacheGroup`."""
+    """Return a new tree with the result of ``function`` for each cache.
+
+    Calls ``function`` in the order of :func:`leaves`. Each ``CacheList`` and :class:`CacheGroup` becomes a new
+    :class:`CacheGroup`.
+    """
     made = []
     for cache in tree:
         if isinstance(cache, CacheGroup | CacheList):
@@ -37,7 +41,7 @@ def map_caches(function: Callable[[Any], Any], tree: Iterable[Any]) -> CacheTree
 
 
 def leaves(tree: Iterable[Any]) -> Iterator[Any]:
-    """Yield the caches of a tree, in order."""
+    """Yield the caches of a tree, layer by layer. Yields the members of a :class:`CacheGroup`, not the group."""
     for cache in tree:
         if isinstance(cache, CacheGroup):
             yield from leaves(cache.caches)

@@ -1,6 +1,7 @@
 """Check at load that a model runs correctly over the paged cache.
 
-Runs a few tokens in chunks and interleaved, and compares them with the model's own forward pass over its own cache.
+Runs two short requests in packed steps, chunk by chunk. Compares their logits with those of mlx-lm's forward pass over
+mlx-lm's own cache.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ LOGITS_TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 2e-1}
 # then differ greatly. The check is repeated with other tokens, because a bug shows in every attempt.
 _ATTEMPTS = {mx.float32: 1, mx.float16: 3, mx.bfloat16: 3}
 
-# Returns the maximum of a number over all ranks that share a model. The string names the number.
+# Returns the maximum of a number over all ranks that share a model. The string describes the number for messages.
 MaxOverRanks = Callable[[str, int], int]
 
 
@@ -59,15 +60,15 @@ def check_paged_model(
 ) -> float:
     """Run two requests, each in two chunks and a decode, packed together. Compare with mlx-lm's own forward pass.
 
-    The requests are a little longer than a block. The first request is longer if that crosses a sliding window at
-    little cost. The chunks have unequal lengths and the requests' blocks interleave, so that positions, slots, block
-    tables and the causal edge all matter. If layers attend within chunks of the context, both sides run with short
-    chunks (:mod:`metal_engine.models.check_chunks`). If layers have an index, both sides select few keys, and each
-    layer's selection is compared (:mod:`metal_engine.models.check_selection`). The pool of ``paged`` is not allocated
-    afterwards.
+    The requests are a little longer than a block. If the model has a sliding window and the check remains cheap, the
+    first request is longer than the window. The chunks have unequal lengths and the requests' blocks interleave, so
+    that a wrong position, slot, block table or causal edge changes the logits. If layers attend within chunks of the
+    context, both sides run with short chunks (:mod:`metal_engine.models.check_chunks`). If layers have an index, both
+    sides select few keys, and each layer's selection is compared (:mod:`metal_engine.models.check_selection`).
+    Allocates the pool of ``paged``, and releases it at the end.
 
-    If K and V are quantized, this comparison uses unquantized K and V and the portable backend, which allows tight
-    bounds. A second run with quantized K and V and ``backend`` compares the attention of each layer
+    If K and V are quantized, the logits are compared with unquantized K and V and the portable backend, so that the
+    bound can be tight. A second run with quantized K and V and ``backend`` compares the attention of each layer
     (:mod:`metal_engine.models.check_rounding`).
 
     Args:
@@ -75,16 +76,16 @@ def check_paged_model(
         backend: attention backend to check.
         vocab_size: number of token ids.
         block_size: block size of the server.
-        max_over_ranks: returns the maximum of a number over all ranks, if ``paged`` is one rank's shard. All ranks then
-            run the same number of tokens and attempts.
+        max_over_ranks: returns the maximum of a number over all ranks. Required if ``paged`` is one rank's shard: all
+            ranks must run the same number of tokens and attempts.
 
     Returns:
-        Largest difference of a logit, relative to the largest logit.
+        Largest difference of a logit, divided by the largest magnitude of the logits of its row.
 
     Raises:
-        UnsupportedModelError: the logits or the selected keys differ, attention over quantized K and V differs, or a
-            layer did not write once and attend at least once in every step.
-        UnsupportedAttentionError: the backend does not support the model's shape.
+        UnsupportedModelError: a step failed, the logits or the selected keys differ, attention over quantized K and V
+            differs, or a layer did not write exactly once and attend at least once in every step.
+        UnsupportedAttentionError: the backend does not support the attention of a layer.
     """
     block_size = min(block_size, _MAX_BLOCK_SIZE)
     with small_chunks(paged), small_selection(paged):
@@ -105,8 +106,8 @@ class _Requests:
         tokens: tokens of each request.
         block_size: tokens of a block.
         block_table: [2, max_blocks], blocks of each request in descending order, alternating between the requests.
-        ranges: for each step, the range (first, end) of each request's tokens in the step.
-        orders: for each step, the order in which the requests are packed.
+        ranges: for each step, the range (first, end) of each request's tokens in the step, without ``end``.
+        orders: for each step, the indices of the requests in packing order.
     """
 
     tokens: list[np.ndarray]
@@ -187,7 +188,10 @@ def _run(paged: PagedModel, backend: AttentionBackend, requests: _Requests) -> l
 
 
 def _largest_gap(paged: PagedModel, logits: list[np.ndarray], requests: _Requests, selection: SelectionCheck) -> float:
-    """Return the largest difference from mlx-lm's own logits, relative to their size. NaN if a logit is NaN."""
+    """Return the largest difference from mlx-lm's own logits. NaN if a logit is NaN.
+
+    Each difference is divided by the largest magnitude of mlx-lm's logits for the same token.
+    """
     gaps = []
     for request, tokens in enumerate(requests.tokens):
         own = _own_logits(paged, mx.array(tokens), selection, int(requests.block_table[request, 0]))
@@ -235,8 +239,8 @@ def _run_step(
 class _ExactCache(AttentionOwner):
     """A cache of mlx-lm over which attention is computed in float32. Everything else is delegated to the cache.
 
-    In half precision, a CPU also rounds the scores. Key biases can make a few key elements large. The scores are then
-    large too, and rounding them changes logits as much as a bug would.
+    In half precision, MLX on a CPU also rounds the scores to half precision. In a model whose key biases are large,
+    scores are large, and rounding them changes the logits as much as a bug would.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -258,7 +262,7 @@ class _ExactCache(AttentionOwner):
 
 
 def _in_float32(part: Any) -> Any:
-    """Convert numbers to float32. Boolean masks, strings and None are returned unchanged."""
+    """Return an array of numbers as float32. Return anything else unchanged: boolean masks, strings, None."""
     return part.astype(mx.float32) if isinstance(part, mx.array) and part.dtype != mx.bool_ else part
 
 
@@ -266,8 +270,8 @@ def _own_logits(paged: PagedModel, tokens: mx.array, selection: SelectionCheck, 
     """Return the logits of a prompt, [T] int32, from a patched model's own forward pass: [T, vocab_size].
 
     Args:
-        selection: compares the keys that indexes select with those of the packed steps.
-        first_block: first block of the request in the packed steps.
+        selection: comparison of the keys that mlx-lm's indexes select with the keys that the packed steps selected.
+        first_block: first block of the request in the packed steps, which identifies the request in ``selection``.
     """
     packed = iter(paged.layer_caches)
 

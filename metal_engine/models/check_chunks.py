@@ -1,4 +1,4 @@
-"""Shortens chunks of the context during the check at load, so that the check's short requests cross their edges."""
+"""Shortens the chunks within which layers attend (Llama 4), so that the short requests of a check cross their edges."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST = {_CHUNK_SIZE: _CHUNK, "floor_scale": 5}
 def small_chunks(paged: PagedModel) -> Iterator[None]:
     """Shorten the chunks of a model within a ``with`` block, in mlx-lm's modules and in our caches.
 
-    Does nothing if no cache has chunks.
+    Also reduces the ``floor_scale`` of modules. Does nothing if no cache has chunks.
 
     Raises:
         UnsupportedModelError: the modules have other chunk sizes than the caches.

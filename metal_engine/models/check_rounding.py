@@ -1,8 +1,8 @@
 """Check at load that attention over quantized K and V uses them as ``mx.quantize`` rounds them.
 
-Checks the attention of each layer separately. Its queries, keys and values are known, so only rounding can differ and
-the bound can be tight. A bound on logits would have to be loose: the last bit of a float can decide to which quantized
-value a number is rounded. Later layers amplify the difference.
+Checks the attention of each layer separately. The expected result is computed from the same queries, keys and values,
+so only rounding can differ and the bound can be tight. A bound on logits would have to be loose. The last bit of a
+float can decide to which quantized value a number is rounded, and later layers amplify the difference.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _NUM_ROWS = 32  # number of last rows of a segment that are checked
 # GPUs keep as many bits as float16 has. Measured errors, as fractions of the allowed error: up to 0.43 for the
 # simulated kernel, up to 0.33 for MLX's operations.
 _SPACING = {mx.float32: 2**-11, mx.float16: 2**-11, mx.bfloat16: 2**-8}
-# A backend may wrongly read a step's own rows before quantization. The check detects this if the difference is at least
-# this fraction of the allowed error.
+# A backend may wrongly read a step's own rows before quantization. The check detects this only if it changes the result
+# by at least this fraction of the allowed error.
 _TELLING = 0.125
 
 
 class RecordingKVState(QuantizedKVState):
-    """Quantized keys and values that also record the rows written to them, in float.
+    """Quantized keys and values that also record the written rows before quantization.
 
     Attributes:
         recorded: first block of a request -> array name -> rows written for the request, [tokens, num_kv_heads, dim].
@@ -62,7 +62,7 @@ class RecordingKVState(QuantizedKVState):
         self.recorded = {}
 
     def rounded(self, rows: mx.array) -> mx.array:
-        """Return rows after quantization and dequantization, float32."""
+        """Return rows after quantization and dequantization, in float32. The shape stays the same."""
         group_size, bits = self.spec.group_size, self.spec.bits
         packed, *of_groups = mx.quantize(rows.astype(self.spec.dtype), group_size=group_size, bits=bits)
         scales, biases = (array.astype(mx.float32) for array in of_groups)
@@ -70,7 +70,7 @@ class RecordingKVState(QuantizedKVState):
 
 
 def with_recording_states(pool: StatePool) -> StatePool:
-    """Return a pool for the same layers whose quantized states record writes. It shares all other states."""
+    """Return a copy of a pool in which a :class:`RecordingKVState` replaces each quantized state."""
     return StatePool(
         RecordingKVState(state.spec) if isinstance(state, QuantizedKVState) else state for state in pool.states
     )
@@ -78,7 +78,10 @@ def with_recording_states(pool: StatePool) -> StatePool:
 
 @dataclass
 class ComparingBackend:
-    """Backend that compares its attention over :class:`RecordingKVState` with the expected result, layer by layer."""
+    """Backend that runs ``inner`` over :class:`RecordingKVState`, and checks the result in each layer's call.
+
+    ``attend`` of its steps raises UnsupportedModelError if the result differs from attention over rounded K and V.
+    """
 
     inner: AttentionBackend
     name: str = "comparing"
@@ -104,7 +107,10 @@ class _ComparingStep:
         chunk: int | None = None,
         selection: KeySelection | None = None,
     ) -> mx.array:
-        """Compute attention. Raises UnsupportedModelError if the result is not attention over rounded K and V."""
+        """Compute attention, and compare it for the last rows of each request.
+
+        Raises UnsupportedModelError if the result is not attention over rounded K and V.
+        """
         options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
         out = self.inner.attend(q, state, scale=scale, selection=selection, **options)
         selected = None if selection is None else selection.by_row()
@@ -125,7 +131,7 @@ class _ComparingStep:
 
 @dataclass(frozen=True)
 class _Attention:
-    """Attention of the last rows of a request in float32, with the semantics of :class:`StepAttention`."""
+    """Queries of a request's last rows, and the options of their attention, as in :meth:`StepAttention.attend`."""
 
     q: mx.array  # [R, Hq, D]
     seq_len: int
@@ -137,11 +143,11 @@ class _Attention:
     selected: np.ndarray | None  # [R, G, K] positions of the keys that rows attend to, -1 for none; None for all keys
 
     def over(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Compute attention over keys and values of all tokens, [S, Hkv, D or Dv] float32, and its expected error.
+        """Compute attention over the keys and values of all tokens, [S, Hkv, D or Dv] float32, and its expected error.
 
         Returns:
-            Outputs, [Hkv, G, R, Dv], and the expected squared rounding error of each row, [Hkv, G, R], as a multiple of
-            the squared relative error of one rounded number.
+            Outputs, [Hkv, G, R, Dv], and the expected squared rounding error of each row, [Hkv, G, R]. The unit of the
+            error is the squared relative error of one rounded number. G is the number of query heads per KV head.
         """
         num_rows, num_heads, head_dim = self.q.shape
         num_kv_heads = keys.shape[1]

@@ -1,8 +1,8 @@
 """Compares, during the check at load, the keys that indexes select with those that mlx-lm's own indexes select.
 
-Each layer selects fewer keys than the check's requests have, on both sides. In half precision, two keys may have nearly
-equal scores, and either may be selected. The layers after such a selection compute different numbers on the two sides,
-and a comparison of logits alone would refuse the model. Each layer is therefore judged on its own:
+On both sides, each layer selects fewer keys than the check's requests have. If two keys have nearly equal scores,
+rounding decides which of them is selected. If the sides select different keys, all later layers compute different
+numbers, and a comparison of logits alone would refuse the model. Each layer is therefore judged on its own:
 
 - mlx-lm's index selects keys from the input of its own layer. Keys that only one side selects must have nearly equal
   scores.
@@ -37,7 +37,7 @@ class SelectionCheck:
 
     Attributes:
         worst: largest difference between scores of keys that only one side selects, relative to the size of the row's
-            scores. Infinite if a row selects too few or too many keys, or keys that it may not see.
+            scores. Infinite if a row selects too few or too many keys, or keys after the row.
     """
 
     def __init__(self, paged: PagedModel) -> None:
@@ -66,7 +66,9 @@ class SelectionCheck:
                 cache.observe = None
 
     def own_cache(self, cache: IndexCache, own: Any, first_block: int) -> IndexOwner:
-        """Return the cache with which mlx-lm's index of a layer runs for one request. It compares the selections.
+        """Return the cache for mlx-lm's own forward pass of one request through the index of a layer.
+
+        The cache compares the keys that mlx-lm's index selects with the recorded ones, and updates :attr:`worst`.
 
         Args:
             cache: cache of the index in packed steps.
@@ -91,9 +93,9 @@ class _ComparingCache(IndexOwner):
         """Run mlx-lm's index over a whole prompt, and update the check's ``worst`` with the difference.
 
         Returns:
-            The selection of the packed steps, in the format of mlx-lm's index. None if mlx-lm's index selects no keys.
-            If a row of the packed steps selected a different number of keys or a key after the row, ``worst`` becomes
-            infinite, and the result is the selection of mlx-lm's index.
+            The selection of the packed steps, in the format of :meth:`PagedIndex.result`. None if mlx-lm's index
+            selects no keys. If a row of the packed steps selected a different number of keys or a key after the row,
+            ``worst`` becomes infinite, and the result is the selection of mlx-lm's index.
         """
         own = index.own_selection(x, qr, mask, self._own)
         if own is None:
@@ -125,9 +127,12 @@ class _ComparingCache(IndexOwner):
 def _scores(projections: Projections, size: SelectionSize) -> tuple[np.ndarray, np.ndarray]:
     """Return the scores of all keys for each row, and the sizes of the scores.
 
-    The rounding error of a score grows with its size. With weights, the size is the norm of the heads' weighted
-    products. The score itself can be 0 because all products are negative. Without weights, the size is the product's
-    magnitude, and a key has the largest visible score of its block.
+    The rounding error of a score grows with its size.
+
+    - With weights, a score is the weighted sum of the heads' products, with negative products replaced by 0. Its size
+      is the norm of the weighted products, because the score is 0 if all products are negative.
+    - Without weights, the score of a key is the largest visible product of its block. Its size is the magnitude of the
+      key's own product.
 
     Returns:
         Two arrays, [G, L, L] float32. G is 1 with weights, or else the number of heads.
@@ -141,7 +146,10 @@ def _scores(projections: Projections, size: SelectionSize) -> tuple[np.ndarray, 
 
 
 def _of_blocks(products: np.ndarray, size: SelectionSize) -> np.ndarray:
-    """Return the score of each key's block for each row, [H, L, L]."""
+    """Return the score of each key's block for each row, [H, L, L].
+
+    Local blocks, which are always selected, have the largest float as their score.
+    """
     rows = np.arange(products.shape[1])
     blocks = rows // size.block_size
     scores = np.where(rows <= rows[:, None], products, np.finfo(np.float32).min)
@@ -152,7 +160,10 @@ def _of_blocks(products: np.ndarray, size: SelectionSize) -> np.ndarray:
 
 @contextmanager
 def small_selection(paged: PagedModel) -> Iterator[None]:
-    """Let all indexes of a model select few keys within a ``with`` block, in packed steps and in mlx-lm's own pass."""
+    """Reduce the number of keys that a model's indexes select, within a ``with`` block.
+
+    Changes the attributes in :attr:`PagedIndex.small`, which packed steps and mlx-lm's own forward pass both read.
+    """
     own = [(index, name, getattr(index, name)) for index in indexers(paged.model) for name in index.small]
     for index, name, value in own:
         setattr(index, name, min(value, index.small[name]))

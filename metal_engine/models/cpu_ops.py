@@ -1,7 +1,7 @@
 """Replacements for operations of mlx-lm's models that MLX's CPU backend computes slowly, element by element.
 
 ``mlx_lm_patch`` installs them only if MLX computes on a CPU. They have the same arguments and results as the original
-operations, up to float32 rounding. For arrays of other types, they call the original operations.
+operations, up to float32 rounding. If an array is not float32 or is small, they call the original operations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from metal_engine.device.info import computes_on_cpu
 def _on_cpu(*arrays: mx.array) -> bool:
     """Return True if MLX computes on the CPU and all arrays are float32.
 
-    Checked in every call, because the functions are replaced for all models of the process.
+    Replaced functions call it every time, because they are replaced for all models of the process.
     """
     return computes_on_cpu() and all(array.dtype == mx.float32 for array in arrays)
 
@@ -37,7 +37,7 @@ _compiled_silu_times = CompiledByShape(_silu_times)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """Compute silu(gate) * x for arrays of any shape."""
+    """Return silu(gate) * x, element by element. Replaces mlx-lm's ``activations.swiglu``."""
     if _on_cpu(gate, x) and gate.shape == x.shape and gate.size >= MIN_SWIGLU:
         return _compiled_silu_times(gate, x)
     return _mlx_lm_swiglu(gate, x)
@@ -53,7 +53,11 @@ MIN_NORM_ROWS = 16  # rows of RMSNorm; below this, the additional operations cos
 
 
 class StepPositions(mx.array):
-    """Absolute positions of a step's rows, [N], with their rotation tables, which all layers share."""
+    """Absolute positions of a step's rows, [N], with a cache of the cosines and sines that layers rotate with.
+
+    Attributes:
+        tables: parameters of a RoPE layer -> its cosines and sines. Layers with equal parameters share them.
+    """
 
     def __init__(self, positions: mx.array | np.ndarray) -> None:
         super().__init__(positions)
@@ -61,9 +65,9 @@ class StepPositions(mx.array):
 
 
 def rotate_neighbours(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """Rotate the pairs of neighbouring numbers in the first ``dims`` columns of x, [..., head_dim].
+    """Rotate the pairs of columns (0, 1), (2, 3), ... of x, [..., head_dim].
 
-    ``cos`` and ``sin`` are the cosines and sines of the angles, [..., dims / 2].
+    ``cos`` and ``sin`` have one angle for each pair, [..., dims / 2]. Columns from ``dims`` on stay unchanged.
     """
     dims = 2 * cos.shape[-1]
     a, b = x[..., 0:dims:2], x[..., 1:dims:2]
@@ -72,9 +76,9 @@ def rotate_neighbours(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
 
 
 def rotate_halves(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """Rotate the pairs of x, [..., head_dim], whose second number is dims / 2 columns after the first.
+    """Rotate the pairs of columns (0, dims / 2), (1, dims / 2 + 1), ... of x, [..., head_dim].
 
-    The arguments are those of :func:`rotate_neighbours`.
+    Takes the arguments of :func:`rotate_neighbours`. Columns from ``dims`` on stay unchanged.
     """
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -85,12 +89,13 @@ _rotated_neighbours, _rotated_halves = CompiledByShape(rotate_neighbours), Compi
 
 
 class TableRoPE(nn.RoPE):
-    """RoPE that reads sines and cosines from the step if possible. MLX's RoPE computes them in every call."""
+    """RoPE whose layers share the step's cosines and sines. MLX's RoPE computes them in every call."""
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """Rotate x, [N, heads, 1, head_dim], with the tables of ``offset`` if possible, or else as ``nn.RoPE``.
+        """Rotate x by the positions ``offset``.
 
-        The tables are used if ``offset`` is a :class:`StepPositions`, and x is float32 on a CPU.
+        Uses the tables of ``offset`` if it is a :class:`StepPositions`, x has the shape [N, heads, 1, head_dim], and x
+        is float32 on a CPU. Otherwise, calls ``nn.RoPE``.
         """
         if not (isinstance(offset, StepPositions) and x.ndim == 4 and x.shape[2] == 1 and _on_cpu(x)):
             return super().__call__(x, offset)  # type: ignore[arg-type]
@@ -101,7 +106,7 @@ class TableRoPE(nn.RoPE):
         return (_rotated_neighbours if self.traditional else _rotated_halves)(x, cos, sin)
 
     def _table(self, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Return cosines and sines, each [N, 1, 1, dims / 2]: MLX's rotation of the vector (1, 0) of each pair."""
+        """Return cosines and sines, each [N, 1, 1, dims / 2]. Computes them as MLX's rotation of the vector (1, 0)."""
         half = self.dims // 2
         one = [[1.0, 0.0]] * half if self.traditional else [[1.0] * half, [0.0] * half]
         probe = mx.broadcast_to(mx.array(one).reshape(self.dims), (positions.size, 1, 1, self.dims))
@@ -119,7 +124,7 @@ _scaled = CompiledByShape(_scale)
 
 
 class ProductRMSNorm(nn.RMSNorm):
-    """RMSNorm whose sum is a matrix product: MLX's RMSNorm sums along the last axis element by element."""
+    """RMSNorm that computes the mean of squares as a matrix product. MLX's RMSNorm on a CPU sums element by element."""
 
     def __call__(self, x: mx.array) -> mx.array:
         dims = x.shape[-1]
@@ -133,6 +138,6 @@ _FASTER_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.RoPE: TableRoPE, nn
 
 
 def use_faster_layers(model: nn.Module) -> None:
-    """Replace the classes of a model's plain RoPE and RMSNorm layers. Layers of derived classes stay unchanged."""
+    """Replace the classes of a model's ``nn.RoPE`` and ``nn.RMSNorm`` layers. Derived classes stay unchanged."""
     for module in model.modules():
         module.__class__ = _FASTER_LAYERS.get(type(module), type(module))

@@ -1,4 +1,4 @@
-"""The step that is running, for layer caches and for the functions that replace mlx-lm's."""
+"""State of the running step, for layer caches and for the functions that replace mlx-lm's functions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class CurrentStep:
-    """State of the running step of a model or draft head, which sets it in each forward pass.
+    """State of the running step of a model or a draft head.
 
-    All layer caches and replaced functions of the model, or of the head, share the instance.
+    The model or head owns one instance. It sets the fields at the start of each forward pass, and resets them at the
+    end. All its layer caches and replaced functions read the instance.
     """
 
     def __init__(self, recurrence: MetalRecurrence | None = None) -> None:

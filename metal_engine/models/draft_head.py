@@ -1,17 +1,20 @@
 """Draft head of a checkpoint (multi-token prediction): one more decoder layer over the model's hidden states.
 
-Heads of all architectures have this structure. Nemotron's layer consists of two blocks: attention, then experts.
+Heads of all supported architectures have this structure. In Nemotron, the layer consists of two blocks: attention, then
+experts.
 
-From the hidden state of position p and token p + 1, a head predicts token p + 2. It uses the model's embeddings and LM
-head, and has keys and values of its own in the model's blocks::
+From the hidden state of position p and token p + 1, a head predicts token p + 2. It uses the model's LM head, and the
+model's embeddings unless it has its own. It stores its own keys and values in the blocks of the model's requests::
 
     hidden state of p  --norm--.
                                fc -> blocks, KV at the slot of p -> norm -> the model's LM head -> token p + 2
     embedding of p + 1 --norm--'
 
-The embedding of an image token is its feature, and rotary positions have the model's axes (M-RoPE).
+If token p + 1 belongs to an image, its image feature replaces its embedding. Rotary positions have the model's axes
+(M-RoPE).
 
-The output after the last norm replaces the hidden state of p + 1 in a chain: with token p + 2, it predicts token p + 3.
+The head can draft several tokens in a chain. Each further run takes the head's output after the last norm in place of
+the hidden state of p + 1. With token p + 2, the run predicts token p + 3.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class DraftHead(nn.Module):
         layers: mlx-lm blocks, exactly one of them with attention.
         hidden_size: width of hidden states and embeddings.
         eps: epsilon of the norms.
-        hidden_first: True if ``fc`` reads the hidden state before the embedding.
+        hidden_first: True if the first half of the input of ``fc`` is the hidden state, False if it is the embedding.
         scales_hidden: True if the head multiplies hidden states by ``hidden_scale`` before their norm.
         vocab_size: number of rows of the head's own embedding table; 0 if it uses the model's.
     """
@@ -87,12 +90,12 @@ class DraftHead(nn.Module):
             self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """Return the head's output, [N, T, hidden_size].
+        """Return the head's output after the last norm, [N, T, hidden_size].
 
         Args:
-            embeddings: embeddings of the tokens after the rows, [N, T, hidden_size].
-            hidden: hidden states of the rows, [N, T, hidden_size].
-            mask: mask for the attention, made by the cache's ``make_mask``.
+            embeddings: for each position p, the embedding of token p + 1, [N, T, hidden_size].
+            hidden: for each position p, its hidden state, [N, T, hidden_size].
+            mask: result of the cache's ``make_mask``.
             cache: cache of the block with attention.
         """
         if "hidden_scale" in self:
@@ -128,12 +131,15 @@ def new_head(model: nn.Module, layers: Sequence[int] = (), **options: Any) -> Dr
 
 
 def _new_layer(like: nn.Module, index: int, args: Any) -> nn.Module:
-    """Return a layer of the class of another layer, created with the same arguments.
+    """Return a new layer of the same class as another layer, created with the same arguments.
 
     Args:
         like: layer of the model.
-        index: index of the layer.
+        index: index of ``like`` in the model.
         args: mlx-lm's arguments of the model.
+
+    Raises:
+        UnsupportedModelError: the class takes other arguments than ``args`` and at most one more.
     """
     cls: Any = type(like)
     required = [p for p in inspect.signature(cls.__init__).parameters.values() if p.default is p.empty][1:]  # not self
@@ -148,7 +154,7 @@ def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequan
     Args:
         model: a loaded mlx-lm model.
         weights: weights of the head in the checkpoint.
-        dtype: type of the weights that are not quantized.
+        dtype: type of the weights that are not quantized, except weights that MLX or mlx-lm needs in float32.
         dequantize: True to dequantize all weights.
 
     Raises:
@@ -180,7 +186,7 @@ def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequan
 
 
 def _has_any_type(name: str) -> bool:
-    """Return False for weights that MLX takes only in float32."""
+    """Return False if MLX requires the weight of this name in float32."""
     return not name.endswith(".global_scale")
 
 
@@ -216,14 +222,15 @@ class _OnlyWrites:
 
 
 class PagedDraftHead:
-    """Draft head that runs packed rows. The constructor appends the head's states to its model's pool.
+    """Draft head that runs packed rows. The constructor sets the model's pool to one that has the head's states, too.
 
     Args:
         head: head with the weights of a checkpoint.
         target: model of the head. Its pool must not be allocated yet.
 
     Raises:
-        UnsupportedModelError: the head cannot run beside this model.
+        UnsupportedModelError: the model has no usable hidden states, or the head does not run on them. Also raised if
+            the head computes attention without mlx-lm's shared function, or if no layer has a state like the head's.
 
     Attributes:
         head: the head.
@@ -280,11 +287,11 @@ class PagedDraftHead:
         """Write the keys and values of some rows, and return the head's output for them, [N, hidden_size].
 
         Args:
-            token_ids: tokens after the rows, [N] int32.
-            hidden: hidden states of the rows, or the head's output of the rows before in a chain, [N, hidden_size].
+            token_ids: for a row of position p, token p + 1, [N] int32.
+            hidden: hidden states of the rows, [N, hidden_size]. In a chain, the head's output for position p - 1.
             rows: rows of a step.
             attention: attention of the backend for ``rows``.
-            images: features of the tokens after the rows; None if none of these tokens has features.
+            images: features of the tokens in ``token_ids``; None if none of these tokens has a feature.
         """
         return self._run(token_ids, hidden, rotary_positions(rows, self._positions), rows, attention, images)
 
@@ -298,7 +305,7 @@ class PagedDraftHead:
     ) -> None:
         """Write the keys and values of some rows, with the arguments of :meth:`__call__`.
 
-        The rest of the head is not built, which saves most of the head's host time.
+        Does not build the graph after the writes, which saves most of the head's host time.
         """
         with suppress(_Written):
             self(token_ids, hidden, rows, _OnlyWrites(attention), images)
@@ -308,8 +315,11 @@ class PagedDraftHead:
     ) -> tuple[mx.array, None]:
         """Run the head with rows that are given only as arrays, for a trace that other steps will replay.
 
+        The arguments correspond to those of :meth:`__call__`. ``positions`` are the rows' rotary positions, [N] int32.
+
         Returns:
-            Output, [N, hidden_size], and None, because a head has no other hidden states.
+            Output, [N, hidden_size], and None. The pair matches :meth:`PagedModel.forward_of_arrays`, whose second
+            item are hidden states.
         """
         return self._run(token_ids, hidden, self._positions(positions), rows, attention), None
 
@@ -344,19 +354,19 @@ class PagedDraftHead:
     ) -> mx.array:
         """Write the keys and values of a step's rows, and return the head's output for the rows that sample.
 
-        If most rows do not sample, the rows that sample are computed again, on their own. The queries and the
-        feed-forward layer of all other rows are then never evaluated.
+        If at most half of the rows sample, the head runs a second time with only the rows that sample. The first run's
+        attention and feed-forward layer are then never evaluated, only its writes.
 
         Args:
-            token_ids: tokens after the rows, [N] int32.
+            token_ids: for a row of position p, token p + 1, [N] int32.
             hidden: hidden states of the rows, [N, hidden_size].
             rows: rows of a step of the model.
             attention: attention of ``backend`` for ``rows``.
             backend: attention backend of the model.
-            images: features of the tokens after the rows. Sampled tokens have no features.
+            images: features of the tokens in ``token_ids``. The token after a row that samples must have no feature.
 
         Returns:
-            Output, [R, hidden_size].
+            Output for the rows in ``rows.logits_indices``, [R, hidden_size].
         """
         output = self(token_ids, hidden, rows, attention, images)
         if len(rows.logits_indices) == rows.num_tokens:

@@ -1,9 +1,13 @@
 """Layers with an index, which attend only to the keys that their index selects (DeepSeek V3.2, GLM-5, MiniMax M3).
 
 mlx-lm's index multiplies its queries with all keys of one sequence, and its layer then gathers or masks keys. Over a
-paged cache, the index stores its keys, and requests the selection from :mod:`metal_engine.attention.indexed`. The index
-returns to its layer as if rows attended to all keys. The cache of the layer's keys and values, or latents, takes the
-selection when the layer attends.
+paged cache, this takes three steps:
+
+- The index stores its keys in an :class:`IndexCache`, which requests the selection from the attention backend
+  (:mod:`metal_engine.attention.indexed`).
+- The index returns no selection to its layer, which continues as if rows attended to all keys.
+- When the layer attends, its :class:`metal_engine.models.layer_cache.LayerCache` takes the selection from the
+  :class:`IndexCache`.
 """
 
 from __future__ import annotations
@@ -43,10 +47,10 @@ class PagedIndex(nn.Module):
     :func:`patch_indexers` changes a module to this class.
 
     Attributes:
-        small: map from names of the module's attributes to the maximum values that the check at load uses.
-        ranks: group of the ranks that share the selections; None if a rank uses only its own.
-        can_share: True if ranks that divide a model's heads use the selections of rank 0.
-        has_weights: True if one score is the weighted sum of all heads.
+        small: name of an attribute of the module -> its largest value in the check at load.
+        ranks: group of the ranks that all use rank 0's selections; None if each rank uses its own selections.
+        can_share: True if one selection serves all heads, so that ranks that divide the heads use rank 0's selection.
+        has_weights: True if the score of a key is the weighted sum of the products of all index heads.
     """
 
     small: ClassVar[dict[str, int]]
@@ -77,19 +81,23 @@ class PagedIndex(nn.Module):
         """Run mlx-lm's index over a prompt and an empty cache of mlx-lm, with the arguments of the index.
 
         Returns:
-            [G, L, L] bool, True if the row selects the key, which may be after the row. None if the index selects no
-            keys: rows then attend to all keys. G is 1, or the number of heads of the index.
+            [G, L, L] bool, True if the row selects the key. A selected key may be after the row, so that the row cannot
+            see it. G is 1, or the number of heads of the index. None if rows attend to all keys.
         """
         raise NotImplementedError
 
     def result(self, is_selected: np.ndarray) -> mx.array:
-        """Return a selection of visible keys, [G, L, L], as mlx-lm's index returns it to its layer."""
+        """Convert a selection of visible keys, [G, L, L] bool, to the format in which mlx-lm's index returns it."""
         raise NotImplementedError
 
     def common(self, positions: mx.array) -> mx.array:
-        """Return rank 0's selection on every rank: sums may round differently on each rank and change a selection.
+        """Return rank 0's selection on every rank. Return ``positions`` if :attr:`ranks` is None.
 
-        All ranks must call it in the same order. ``positions`` is this rank's selection, an array of integers.
+        Ranks could otherwise select different keys, because their sums may round differently. All ranks must call this
+        method in the same order.
+
+        Args:
+            positions: this rank's selection, integers. The shape must be the same on all ranks.
         """
         if self.ranks is None:
             return positions
@@ -98,7 +106,7 @@ class PagedIndex(nn.Module):
 
 
 class IndexOwner:
-    """A cache of an index's keys that replaces mlx-lm's selection of keys by its own."""
+    """Interface of the caches of an index's keys that select keys themselves, in place of mlx-lm's index."""
 
     def select(self, index: PagedIndex, x: mx.array, qr: mx.array | None, mask: Any) -> mx.array | None:
         """Store the keys of rows, and select keys.
@@ -110,7 +118,8 @@ class IndexOwner:
             mask: mask that mlx-lm passes to the index.
 
         Returns:
-            The result of mlx-lm's index; None if rows attend to all keys, or if the layer's cache takes the selection.
+            The selection in the format of :meth:`PagedIndex.result`. None if rows attend to all keys, or if the layer's
+            cache takes the selection with :meth:`IndexCache.take`.
         """
         raise NotImplementedError
 
@@ -206,7 +215,12 @@ def indexers(model: nn.Module) -> list[PagedIndex]:
 
 
 def index_kind(model: nn.Module, states: Iterable[object]) -> IndexKind | None:
-    """Return the kind of the indexes of a model with these layer states; None if no layer has an index."""
+    """Return the kind of a model's first index, which stands for all indexes. None if no layer has an index.
+
+    Args:
+        model: patched mlx-lm model.
+        states: states of the model's layers.
+    """
     spec = next((state.spec for state in states if isinstance(state, IndexState)), None)
     if spec is None:
         return None
@@ -215,7 +229,7 @@ def index_kind(model: nn.Module, states: Iterable[object]) -> IndexKind | None:
 
 
 def patch_indexers(model: nn.Module) -> None:
-    """Change the classes of a model's indexes to :class:`PagedIndex`, so that their caches can select keys."""
+    """Change the classes of a model's indexes to subclasses of :class:`PagedIndex`, so that caches can select keys."""
     for module in model.modules():
         for original, paged in _CLASSES:
             if type(module) is original and getattr(module, "is_sparse_attn", True):
@@ -243,15 +257,18 @@ class IndexCache(IndexOwner):
 
     @property
     def keys(self) -> mx.array:
-        """Placeholder: mlx-lm makes the layer's keys depend on these keys. A step evaluates all states anyway."""
+        """Empty placeholder. mlx-lm makes the layer's keys depend on it, so that index keys are evaluated.
+
+        A paged step does not need this dependency, because it evaluates all states.
+        """
         return mx.zeros((0,))
 
     values = keys
 
     def select(self, index: PagedIndex, x: mx.array, qr: mx.array | None, mask: Any) -> None:
-        """Write this step's keys to their slots, and store a selection of keys for :meth:`take`.
+        """Write this step's keys to their slots, select keys, and store the selection for :meth:`take`.
 
-        ``x`` is [N, 1, hidden_size].
+        ``x`` is [N, 1, hidden_size]. ``mask`` is ignored. Always returns None.
 
         Raises:
             RuntimeError: the step is traced. A trace cannot contain a selection, whose sizes depend on the requests.
@@ -280,7 +297,7 @@ class IndexCache(IndexOwner):
         """Return and remove the selection for the layer's attention; None if all rows attend to all keys.
 
         Raises:
-            RuntimeError: the index has selected nothing since the last call.
+            RuntimeError: :meth:`select` was not called since the last call.
         """
         if not self._selections:
             raise RuntimeError("a layer attends before its index has selected keys")

@@ -61,7 +61,8 @@ def expected_model_info(
         divide: reduces a model to this rank's shard; None if there is only one rank.
 
     Returns:
-        The facts. None if the checkpoint has its own code, or the model cannot be created or run without its weights.
+        The facts. None if the checkpoint has its own code, or if creating or running the model without its weights
+        fails. A load of the model will report the failure.
 
     Raises:
         UnsupportedModelError: a layer has an unsupported kind of state, mlx-lm's functions cannot be replaced, or
@@ -119,17 +120,18 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
 
 
 def _num_layers(paged: PagedModel) -> int:
-    """Return the number of layers with a state."""
+    """Return the number of layers with a state. A layer's index does not count as a layer."""
     if paged.own_caches_reason:
         return len(make_prompt_cache(paged.model))
     return sum(not isinstance(state, IndexState) for state in paged.pool.states)
 
 
 def _layer_width(model_type: str, text_config: dict[str, Any], paged: PagedModel) -> int:
-    """Return the number of outputs of the widest matrix, except matrices with one output per vocabulary token.
+    """Return the largest number of values per token that a layer computes at once, to estimate a step's memory.
 
-    The outputs of stacked experts are multiplied by the number of active experts. If a layer computes the recurrent
-    states of all tokens at once, the result is at least the size of its state.
+    This is the number of outputs of the widest matrix, without matrices with one output per vocabulary token. The
+    outputs of stacked experts are multiplied by the number of active experts, or of all experts if it is unknown. If
+    layers compute an array of the recurrent states of all tokens (Jamba), the result is at least the size of a state.
     """
     num_experts = text_config.get("num_experts_per_tok") or text_config.get("top_k_experts") or 1 << 30
     widths = [0]
@@ -142,7 +144,7 @@ def _layer_width(model_type: str, text_config: dict[str, Any], paged: PagedModel
 
 
 def _context_length(text_config: dict[str, Any], model: nn.Module) -> int | None:
-    """Return the context length from the configuration, or else the architecture's default."""
+    """Return the context length in the configuration, or the architecture's default. None if both are missing."""
     args = getattr(model, "args", None)
     for source in (text_config, getattr(args, "text_config", None), args):
         values = source if isinstance(source, dict) else vars(source) if source is not None else {}

@@ -1,8 +1,8 @@
-"""Caches that mlx-lm's models use for a layer's state.
+"""Caches through which mlx-lm's models use a layer's state.
 
-mlx-lm passes a cache to a layer's attention and uses three things of it: ``offset`` for RoPE, ``update_and_fetch`` to
-store K and V, and ``make_mask`` for the keys that the queries may see. ``mlx_lm_patch`` replaces mlx-lm's attention
-function by one that calls the cache to compute attention. The state itself is in ``kv_cache``.
+mlx-lm passes a cache to a layer's attention, which uses three members of it: ``offset`` for RoPE, ``update_and_fetch``
+to store K and V, and ``make_mask`` for the keys that the queries may see. ``mlx_lm_patch`` replaces mlx-lm's attention
+function by one that calls the cache to compute attention. The state itself is a class of :mod:`metal_engine.kv_cache`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Attention = Callable[..., mx.array]
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Mask that mlx-lm passes from ``make_mask`` to attention as ``mask``: the layer's window or chunk, in tokens."""
+    """Window and chunk of a layer, in tokens. mlx-lm passes it from ``make_mask`` to attention as ``mask``."""
 
     window: int | None
     chunk: int | None = None
@@ -41,10 +41,10 @@ class AttentionCall:
 
     Attributes:
         queries: queries, [N, num_heads, 1, head_dim].
-        keys: result of ``update_and_fetch``, possibly transformed.
-        values: result of ``update_and_fetch``, possibly transformed.
+        keys: keys that ``update_and_fetch`` returned. The layer may have transformed them, e.g. repeated KV heads.
+        values: values that ``update_and_fetch`` returned. The layer may have transformed them.
         scale: factor of the scores.
-        mask: result of ``make_mask``, possibly transformed.
+        mask: result of ``make_mask``. The layer may have replaced it.
         sinks: attention sinks, [num_heads], see :class:`metal_engine.attention.backend.StepAttention`.
         softcap: softcap of the scores, see :class:`metal_engine.attention.backend.StepAttention`.
     """
@@ -62,12 +62,16 @@ class AttentionOwner:
     """A cache that computes attention when its layer calls mlx-lm's attention function."""
 
     def attend(self, call: AttentionCall, original: Attention) -> mx.array:
-        """Compute attention, [N, num_heads, 1, v_head_dim]. ``original`` is the function that mlx-lm would call."""
+        """Compute attention, [N, num_heads, 1, v_head_dim]. ``original`` is mlx-lm's own attention function."""
         raise NotImplementedError
 
 
 class AttendingCache(AttentionOwner):
-    """A cache that also computes the attention of layers that do not call mlx-lm's attention function (Gemma 2)."""
+    """A cache over which a layer with its own attention code can attend, too (:mod:`metal_engine.models.softcap`).
+
+    Attributes:
+        offset: positions of the rows, which RoPE takes.
+    """
 
     offset: Any
 
@@ -77,7 +81,10 @@ class AttendingCache(AttentionOwner):
 
 
 class OwnedKeys(mx.array):
-    """Keys that reference their cache, for layers that reuse keys and call attention without a cache."""
+    """Keys that reference their cache, so that a layer can attend over them without passing a cache.
+
+    Layers that reuse the K and V of an earlier layer do so.
+    """
 
     def __init__(self, keys: mx.array, owner: AttentionOwner) -> None:
         super().__init__(keys)
@@ -89,13 +96,13 @@ class TiledKeys(OwnedKeys):
 
 
 class _EarlierKeys(OwnedKeys):
-    """Placeholder for all stored keys. A layer that stores no keys itself computes its positions from the shape."""
+    """Placeholder for all stored keys. A layer that reuses them computes its own positions from their shape."""
 
     owner: AttendingCache
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Shape of all stored keys, [N, num_kv_heads, S, head_dim]. S is an array [N], one number for each row."""
+        """(N, num_kv_heads, S, head_dim), where S is an array [N]: the position of each row plus one."""
         num_rows, num_heads, _, head_dim = super().shape
         return num_rows, num_heads, self.owner.offset + 1, head_dim
 
@@ -119,10 +126,10 @@ class LayerCache(AttendingCache):
 
     @property
     def keys(self) -> mx.array:
-        """Placeholder for a pipeline's ranks: mlx-lm makes the last layer's keys depend on data sent to the next rank.
+        """Empty placeholder, which mlx-lm reads and assigns on ranks of a pipeline.
 
-        Assignments are ignored. No dependency is needed, because every rank evaluates logits, which depend on the data
-        that all ranks have sent.
+        mlx-lm makes the last cache's keys depend on the data that the rank sends. Assignments are ignored: the
+        dependency is not needed, because every rank evaluates logits, which depend on the data of all ranks.
         """
         return mx.zeros((0,))
 
@@ -142,7 +149,7 @@ class LayerCache(AttendingCache):
         return AttentionMask(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write this step's K and V, [N, num_kv_heads, 1, head_dim], to their slots."""
+        """Write this step's K and V, [N, num_kv_heads, 1, head_dim], to their slots. Return only them."""
         # squeeze takes a third of the host time of keys[:, :, 0].
         self._write({"keys": keys.squeeze(2), "values": values.squeeze(2)})
         return OwnedKeys(keys, self), values
@@ -186,7 +193,7 @@ class LayerCache(AttendingCache):
 
 
 def _transpose_heads(heads: mx.array, num_outer: int) -> mx.array:
-    """Reorder heads [N, num_outer * num_inner, D], so that the inner index of a head becomes the outer index."""
+    """Reorder heads, [N, num_outer * num_inner, D]: head (outer, inner) moves to index inner * num_outer + outer."""
     num_rows, num_heads, dim = heads.shape
     split = heads.reshape(num_rows, num_outer, num_heads // num_outer, dim)
     return split.swapaxes(1, 2).reshape(num_rows, num_heads, dim)
@@ -195,7 +202,8 @@ def _transpose_heads(heads: mx.array, num_outer: int) -> mx.array:
 class ChunkedLayerCache(LayerCache):
     """Cache of a layer that attends within chunks of the context (Llama 4).
 
-    The layer passes a mask of its own, which is ignored. The check at load covers the edges of chunks.
+    The layer passes its own mask to attention. The cache ignores the mask, and uses ``chunk``. The check at load tests
+    that the results are equal (:mod:`metal_engine.models.check_chunks`).
 
     Attributes:
         chunk: size of a chunk in tokens.
@@ -217,9 +225,10 @@ class ChunkedLayerCache(LayerCache):
 class _PositionKeys(mx.array):
     """Placeholder for the position part of all keys that a query sees.
 
-    A latent-attention layer multiplies its queries with the position parts before it calls attention, and adds the
-    product to the scores as if it were a mask. A paged cache cannot provide that product. The multiplication therefore
-    only records the queries, and :meth:`LatentLayerCache.attend` receives them as its mask.
+    A latent-attention layer multiplies the position part of its queries with this array before it calls attention. It
+    passes the product to attention as the mask, which is added to the scores. A paged cache cannot provide the product.
+    The multiplication therefore returns a :class:`_PositionQueries`, which :meth:`LatentLayerCache.attend` receives as
+    the mask.
     """
 
     def swapaxes(self, *_: int) -> _PositionKeys:  # type: ignore[override]
@@ -237,7 +246,10 @@ class _PositionQueries:
 
 
 class LatentLayerCache(LayerCache):
-    """Multi-head latent attention. mlx-lm stores latents as keys, and position parts as values."""
+    """Cache of a layer with multi-head latent attention (MLA).
+
+    mlx-lm's layer passes latents as keys and position parts as values. The state stores both as one array of keys.
+    """
 
     def make_mask(
         self, N: int = 1, return_array: bool = False, window_size: int | None = None, **_: Any
@@ -261,9 +273,9 @@ class LatentLayerCache(LayerCache):
 
 
 def link_indexes(caches: CacheTree) -> None:
-    """Set ``index`` in the cache of each layer with an index.
+    """Set :attr:`LayerCache.index` in the cache of each layer with an index.
 
-    Such a layer has a group of two caches: one for its keys and values, and one for its index.
+    A layer with an index has a group of two caches: one for its keys and values, and one for its index.
     """
     for group in caches:
         if isinstance(group, CacheGroup):
@@ -274,9 +286,15 @@ def link_indexes(caches: CacheTree) -> None:
 
 
 def layer_cache(step: CurrentStep, state: LayerState, chunk: int | None) -> LayerCache | IndexCache | StateCache:
-    """Return the cache through which mlx-lm's layer uses a state. ``chunk``: see :class:`RecordingCache`.
+    """Return the cache through which mlx-lm's layer uses a state.
 
-    Raises TypeError for an unknown kind of state.
+    Args:
+        step: running step of the model.
+        state: state of the layer.
+        chunk: size in tokens of the chunks within which the layer attends; None if it attends to all keys or a window.
+
+    Raises:
+        TypeError: unknown kind of state.
     """
     match state:
         case RecurrentState():
@@ -293,7 +311,7 @@ def layer_cache(step: CurrentStep, state: LayerState, chunk: int | None) -> Laye
 
 
 class RecordingCache(ConcatenateKVCache, AttendingCache, IndexOwner):
-    """An ordinary cache of mlx-lm that records how its layer uses it.
+    """mlx-lm's cache of all keys and values, or of index keys, which records how its layer uses it.
 
     Args:
         chunk: size in tokens of the chunks within which the layer attends; None if it attends to all keys or a window.

@@ -19,8 +19,8 @@ from metal_engine.models.paged_model import PagedModel
 def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = None) -> AdapterTargets:
     """Return the layers that adapters can change: linear layers in ``model.layers`` that receive all rows of a step.
 
-    The other linear layers are refused, each with a reason. A step of one token is built, and not computed. The pool of
-    ``paged`` is not allocated afterwards.
+    The result lists all other linear layers, experts and embeddings with the reason why they are refused. Builds the
+    graph of a step of one token without evaluating it. Allocates the pool of ``paged``, and releases it at the end.
 
     Args:
         paged: the model.
@@ -60,9 +60,12 @@ def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = N
 
 @contextmanager
 def _record_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
-    """Yield a set that collects the names of modules during a ``with`` block.
+    """Yield a set that collects the names of the modules that are called within a ``with`` block.
 
-    A name is added when its module maps all packed rows of a step to one array.
+    A name is added only if its module maps the step's only row, [1, 1, width], to one array.
+
+    Args:
+        modules: modules by name.
     """
     called: set[str] = set()
     classes = {name: type(module) for name, module in modules.items()}

@@ -1,7 +1,7 @@
 """Replaces mlx-lm's functions in a model: attention uses our caches, and the trunk returns selected rows.
 
-Does not use names of architectures. The model runs two tokens over caches that record how its layers use them. A model
-that cannot be supported is refused with the reason.
+Does not use names of architectures. The model runs one or two tokens over caches that record how its layers use them. A
+model that cannot be supported is refused with the reason.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class PatchedModel:
     Attributes:
         caches: recorder of each cache of the model.
         trace: recorded module calls of the second run; empty if no layer is recurrent.
-        windows: sizes of the sliding windows in use, in tokens.
-        outputs: logits of each run, [2, 1, vocab_size] each, not computed yet.
-        trunk: module whose output is the LM head's input.
+        windows: sizes of the sliding windows that layers requested, in tokens.
+        outputs: logits of each run, [2, 1, vocab_size] each, not computed yet. A second run exists only if a layer is
+            recurrent.
+        trunk: module whose output is the LM head's input; None until it is found.
     """
 
     caches: CacheTree
@@ -84,13 +85,13 @@ def patch_model(model: nn.Module, step: CurrentStep) -> PatchedModel:
 
     Args:
         model: a loaded mlx-lm model.
-        step: the running step, from which the trunk reads the indices of the wanted rows.
+        step: the running step, from which the trunk reads the indices of the rows to return.
 
     Raises:
-        UnknownCacheError: a layer has an unsupported kind of cache.
-        UnsupportedModelError: the forward pass does not run over recording caches. A layer has an unsupported kind of
-            state, does not use its cache, or computes attention without mlx-lm's shared function. Or the model has no
-            separate trunk and LM head.
+        UnknownCacheError: a layer has an unsupported kind of cache. The model is unchanged.
+        UnsupportedModelError: the forward pass does not run over recording caches, or the model has no separate trunk
+            and LM head. Or a layer has an unsupported kind of state, does not use its cache, or computes attention
+            without mlx-lm's shared function.
     """
     _recorders(model, CallTrace())
     _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _patched_attention)])
@@ -116,9 +117,10 @@ def patch_model(model: nn.Module, step: CurrentStep) -> PatchedModel:
 
 
 def hidden_states_problem(model: nn.Module, patched: PatchedModel) -> str | None:
-    """Return the reason why a patched model has no usable hidden states, or None. Computes the LM head for three rows.
+    """Return the reason to refuse the hidden states of a patched model, or None if they are usable.
 
-    ``patched`` is the result of :func:`patch_model`.
+    Calls :func:`metal_engine.models.trunk.hidden_problem`, which computes the LM head for three rows. ``patched`` is
+    the result of :func:`patch_model`.
     """
     assert patched.trunk is not None
     return hidden_problem(model, patched.trunk, patched.vocab_size, lambda: _recorders(model, CallTrace()))
@@ -127,10 +129,11 @@ def hidden_states_problem(model: nn.Module, patched: PatchedModel) -> str | None
 def recorded(model: nn.Module) -> list[Recorder]:
     """Run the model over recording caches, and return the recorder of each cache. The model stays patched.
 
-    Graphs are built and nothing is evaluated, so weights that have not been read stay on disk.
+    Builds graphs without evaluating them, so weights that have not been read stay on disk.
 
     Raises:
-        UnsupportedModelError: see :func:`patch_model`.
+        UnknownCacheError: a layer has an unsupported kind of cache.
+        UnsupportedModelError: the forward pass does not run over recording caches.
     """
     _recorders(model, CallTrace())
     _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _patched_attention)])
@@ -139,7 +142,7 @@ def recorded(model: nn.Module) -> list[Recorder]:
 
 
 def _patch_modules(model: nn.Module) -> None:
-    """Patch modules that need changes besides the replaced attention function and recurrences."""
+    """Apply the patches that only some architectures need: namespaces, indexes, n-grams and convolved keys."""
     replace_namespaces(model)
     patch_indexers(model)
     patch_ngrams(model)
@@ -152,7 +155,7 @@ def _is_used(recorder: Recorder) -> bool:
 
 
 def _recorders(model: nn.Module, trace: CallTrace) -> CacheTree:
-    """Return new recording caches for a model."""
+    """Return new recording caches for a model. Raises UnknownCacheError for an unsupported kind of cache."""
 
     def recorder(cache: Any) -> Recorder:
         if type(cache) is ArraysCache:
@@ -194,10 +197,11 @@ _patched_attention = _patch_attention(mlx_lm_base.scaled_dot_product_attention)
 
 
 def _replace_functions(model: nn.Module, replacements: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
-    """Replace mlx-lm's functions, under any name, wherever the model's layers call them.
+    """Replace mlx-lm's functions, under any name, in the globals of the files that define the model's classes.
 
-    A layer calls a function through the globals of its module, or of the module of a base class. Classes from the
-    checkpoint's own code are not in ``sys.modules``, so the globals are taken from the methods.
+    A layer calls a function through the globals of the file of its class, or of a base class. All models of the process
+    that use these files call the replacements. Files of the checkpoint's own code are not in ``sys.modules``, so the
+    globals are taken from the methods.
 
     Args:
         replacements: pairs of mlx-lm's function and its replacement.
@@ -215,7 +219,12 @@ def _replace_functions(model: nn.Module, replacements: list[tuple[Callable[..., 
 
 
 def _record(model: nn.Module) -> PatchedModel:
-    """Run two sequences over recording caches for one token, and for a second token if the model is recurrent."""
+    """Run two sequences of one token over recording caches, and a second token of each if the model is recurrent.
+
+    Raises:
+        UnknownCacheError: a layer has an unsupported kind of cache.
+        UnsupportedModelError: the forward pass fails.
+    """
     trace = CallTrace()
     caches = _recorders(model, trace)
     try:

@@ -1,11 +1,12 @@
 """Replacements for functions that a model file calls as attributes of a library, such as ``mx.arange``.
 
-``mlx_lm_patch`` replaces functions in the globals of model files. A function such as ``mx.arange`` is not in these
-globals: they hold only the library, ``mlx.core`` or NumPy. A file therefore gets a copy of the library's namespace with
-these replacements:
+``mlx_lm_patch`` replaces functions in the globals of model files. The globals do not hold functions such as
+``mx.arange``, only the library: ``mlx.core`` or NumPy. A file therefore gets a copy of the library with these
+replacements:
 
-- ``arange(offset, offset + L)`` returns the positions of a step's rows if ``offset`` is the positions of a layer cache.
-- ``mx.tile`` of stored keys returns keys that are marked as tiled.
+- ``arange(offset, offset + L)`` returns the positions of a step's rows if ``offset`` is the offset of a layer cache,
+  [N]. ``arange(0, offset + L)``, which is used only for a mask that chunked layer caches ignore, returns [0].
+- ``mx.tile`` of stored keys returns :class:`metal_engine.models.layer_cache.TiledKeys`.
 - ``mx.fast.scaled_dot_product_attention`` over stored keys requests attention from their cache.
 
 With any other arguments, the library's functions are called.
@@ -26,7 +27,7 @@ from metal_engine.models.layer_cache import AttentionCall, OwnedKeys, TiledKeys
 
 
 def _arange(original: Callable[..., Any], num_axes: int) -> Callable[..., Any]:
-    """Return a replacement for ``arange``, whose positions have ``num_axes`` axes: [N, 1] or [N, 1, 1]."""
+    """Return a replacement for ``arange``. Its positions of rows have ``num_axes`` axes: [N, 1] or [N, 1, 1]."""
 
     def arange(start: Any, stop: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(stop, mx.array) and stop.ndim == 1:
@@ -68,7 +69,7 @@ _REPLACED = {"arange", "tile", "scaled_dot_product_attention"}
 
 
 def replace_namespaces(model: nn.Module) -> None:
-    """Replace libraries in the globals of those files of a model whose methods call one of the replaced functions."""
+    """Replace MLX and NumPy in the globals of the model's files, if a method of the file calls a replaced function."""
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
         if cls.__module__.split(".")[0] in ("mlx", "metal_engine"):
             continue

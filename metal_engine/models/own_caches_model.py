@@ -1,8 +1,8 @@
 """Runs a model over mlx-lm's own caches, one request after another, if a packed step does not support its caches.
 
-The scheduler, the sampling and the memory budget work as for packed models. Blocks count the memory of tokens, and a
-state slot holds a request's caches. A step's forward passes run one request each, so such a model gains nothing from
-other requests in the step.
+The scheduler, the sampling and the memory budget work as for packed models. Blocks of the pool only account for the
+memory that grows with each token, and a state slot holds a request's caches. A step runs one forward pass for each of
+its requests, so batching does not increase the throughput.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def open_paged_model(
 ) -> PagedModel:
     """Return a model for packed steps, or an :class:`OwnCachesModel` if a layer has an unknown kind of cache.
 
-    The arguments and exceptions are those of :class:`PagedModel`. An :class:`OwnCachesModel` ignores ``recurrence`` and
-    ``kv_cache_dtype``.
+    Takes the arguments and raises the exceptions of :class:`PagedModel`. An :class:`OwnCachesModel` ignores
+    ``recurrence`` and ``kv_cache_dtype``.
     """
     try:
         return PagedModel(model, recurrence, kv_cache_dtype=kv_cache_dtype, is_sketch=is_sketch)
@@ -100,10 +100,10 @@ class OwnCachesModel(PagedModel):
         adapters: AdapterRows | None = None,
         images: StepImages | None = None,
     ) -> tuple[mx.array, mx.array | None]:
-        """Run a forward pass for each request. Takes the arguments of :meth:`PagedModel.forward`.
+        """Run a forward pass for each request. Arguments and results are as for :meth:`PagedModel.forward`.
 
-        Adapters, images and ``hidden_indices`` must be None. If any row of a request needs logits, the LM head computes
-        all rows of the request.
+        ``adapters``, ``images`` and ``hidden_indices`` must be None. ``attention`` is ignored. If any row of a request
+        needs logits, the LM head computes all its rows.
         """
         own = self.pool.own_caches
         assert own is not None and hidden_indices is None and adapters is None and images is None
@@ -125,7 +125,7 @@ class OwnCachesModel(PagedModel):
 
 
 def _measure(model: nn.Module) -> tuple[int, mx.Dtype, OwnCachesSpec]:
-    """Return the number of logits of a row, their type, and the sizes of the caches. Computes nothing."""
+    """Return the number of logits of a row, their type, and the sizes of the caches. Evaluates nothing."""
     sizes = []  # for each length, the bytes of each layer's cache
     for length in _LENGTHS:
         caches: list[Any] = make_prompt_cache(model)

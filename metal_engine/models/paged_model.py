@@ -8,8 +8,8 @@ then [N, 1, ...], and layers that do not mix tokens work unchanged. Three operat
 - Attention: ``mlx_lm_patch`` replaces mlx-lm's ``scaled_dot_product_attention``. The replacement requests attention
   from one of our caches (``layer_cache``), and calls the original function for any other cache.
 
-Recurrent layers also mix tokens. ``recurrent`` passes them segments, which are the rows of one request each
-(:mod:`metal_engine.kv_cache.segments`).
+Recurrent layers also mix tokens. ``recurrent`` divides the rows into segments for them. A segment has the rows of one
+request (:mod:`metal_engine.kv_cache.segments`).
 
 The layer caches share one :class:`CurrentStep`, which is set during a forward pass. There is no global state.
 """
@@ -52,7 +52,8 @@ logger = logging.getLogger(__name__)
 class PagedModel:
     """An mlx-lm model that runs packed batches over a paged KV cache.
 
-    Construction replaces mlx-lm's functions in the model. ``pool.allocate`` allocates the cache. A call runs one step.
+    The constructor replaces mlx-lm's functions in the model. The cache must be allocated with ``pool.allocate`` before
+    the first step. A call runs one step.
 
     Args:
         model: a loaded mlx-lm model. It is changed in place: its trunk returns selected rows.
@@ -62,12 +63,13 @@ class PagedModel:
         whole_modules: True to run recurrent layers module by module (:func:`install_states`).
 
     Raises:
+        UnknownCacheError: a layer has a cache that packed steps do not support.
         UnsupportedModelError: a layer has an unsupported kind of state, or mlx-lm's functions cannot be replaced.
         ConfigError: the keys and values cannot be stored in ``kv_cache_dtype``.
 
     Attributes:
         pool: states of the layers, and states added by :meth:`add_state`; not allocated at first.
-        layer_caches: caches that mlx-lm's layers use, one for each of their states in the pool.
+        layer_caches: caches that mlx-lm's layers use, one for each of the layers' states in the pool, in order.
         kv_bits: bits per number of quantized K and V; None if they are not quantized.
         dtype: type of the first K and V, or of the first recurrent state if no layer has K and V.
         windows: sizes of the layers' sliding windows, in tokens.
@@ -76,7 +78,8 @@ class PagedModel:
         images: image input, set by :meth:`add_image_encoder`; None if the model takes text only.
         index_top_k: largest number of keys that an index selects for a row; None if no layer has an index.
         own_caches_reason: reason why requests run alone over mlx-lm's own caches; empty if they are packed.
-        hidden_problem: reason to refuse embeddings, if the rows of ``hidden_indices`` are not hidden states; else None.
+        hidden_problem: reason to refuse embeddings and draft heads: the rows that :meth:`forward` returns for
+            ``hidden_indices`` are not hidden states. None if they are.
     """
 
     own_caches_reason = ""
@@ -126,10 +129,11 @@ class PagedModel:
 
     @contextmanager
     def using_pool(self, pool: StatePool) -> Iterator[None]:
-        """Use another pool within a ``with`` block.
+        """Use another pool within a ``with`` block. Only possible before :meth:`add_state` is called.
 
         Args:
-            pool: pool with a state for each layer: the same state object, or a state of the same layer in another form.
+            pool: pool with a state for each layer of the model: the state in :attr:`pool`, or another state for the
+                keys and values of the same layer, e.g. without quantization.
         """
         own = self.pool
         self._use_pool(pool)
@@ -147,8 +151,8 @@ class PagedModel:
     def add_state(self, spec: StateSpec) -> LayerState:
         """Create the state of a layer outside the model, and set :attr:`pool` to a new pool that includes it.
 
-        Call it before the pool is allocated. The state is stored as ``--kv-cache-dtype`` says. It is allocated, rolled
-        back and released together with the model's own states, and uses the same blocks.
+        Call it before the pool is allocated. The state's keys and values have the type ``kv_cache_dtype`` of the model.
+        It is allocated, rolled back and released together with the model's own states, and uses the same blocks.
         """
         state = make_state(kv_cache_spec(spec, self._kv_cache_dtype))
         self.pool = StatePool([*self.pool.states, state])
@@ -163,7 +167,7 @@ class PagedModel:
         self._step.recurrence = None
 
     def enable_lora(self, names: Iterable[str], max_loras: int, max_rank: int) -> AdaptedLayers:
-        """Prepare linear layers for LoRA adapters, set :attr:`adapters`, and return it. Can be called once.
+        """Prepare linear layers for LoRA adapters, set :attr:`adapters`, and return it. Call it at most once.
 
         Args:
             names: names of the linear layers in the model.
@@ -176,7 +180,7 @@ class PagedModel:
         return self.adapters
 
     def add_image_encoder(self, encoder: ImageEncoder) -> None:
-        """Prepare the model for features of images, and set :attr:`images`. Can be called once.
+        """Prepare the model for features of images, and set :attr:`images`. Call it at most once.
 
         Raises:
             UnsupportedModelError: the model cannot take features.
@@ -218,8 +222,8 @@ class PagedModel:
             images: features of images; None if no row has features.
 
         Returns:
-            Logits, [R, vocab_size], and the hidden states that are the LM head's input, [P, hidden_size]; None for the
-            hidden states if ``hidden_indices`` is None.
+            Logits, [R, vocab_size], and hidden states, which are rows of the trunk's output, [P, hidden_size]. The
+            hidden states are None if ``hidden_indices`` is None.
         """
         step = self._step
         step.rows, step.attention = rows, attention
@@ -261,7 +265,7 @@ class PagedModel:
         """Compute logits from hidden states, with only the modules after the trunk.
 
         Args:
-            hidden: hidden states as :meth:`forward` returns them, [R, hidden_size].
+            hidden: hidden states as :meth:`forward` returns them, or the output of a draft head, [R, hidden_size].
 
         Returns:
             Logits, [R, vocab_size].
@@ -298,9 +302,10 @@ def refuse_half_precision_experts(model: nn.Module) -> None:
 
 
 def forward_error(error: Exception) -> UnsupportedModelError:
-    """Return the exception for an error of a packed forward. Logs messages of several lines in full.
+    """Return the exception to raise for an error of a forward pass, with only the error's first line.
 
-    MLX raises a RuntimeError for operations that the device does not support, such as half-precision experts on a CPU.
+    Logs the whole error if it has several lines. An example is MLX's RuntimeError for an operation that the device does
+    not support, such as half-precision experts on a CPU.
     """
     first, *others = f"{type(error).__name__}: {error}".splitlines()
     if others:

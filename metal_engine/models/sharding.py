@@ -34,7 +34,7 @@ class Sharding:
     is_pipeline: bool
 
     def divide(self, model: nn.Module) -> UnshardedModelInfo:
-        """Reduce a model to this rank's shard. Return facts about the whole model. Weights may still be on disk.
+        """Reduce a model to this rank's shard. Return facts about the whole model. Does not read weights from disk.
 
         Raises:
             UnsupportedModelError: the architecture cannot be divided, or not evenly between this number of ranks.
@@ -56,7 +56,10 @@ class UnshardedModelInfo:
 
 
 def evaluate_one_by_one(model: nn.Module) -> None:
-    """Load a rank's shard of the weights, one tensor at a time. A full tensor is in memory only while it is sliced."""
+    """Read the weights of a model from disk, one tensor at a time.
+
+    If this rank uses only a slice of a tensor, the whole tensor is in memory only until the slice is computed.
+    """
     for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
         mx.eval(array)
 
@@ -109,7 +112,7 @@ def _is_shard(whole: Recorder, shard: Recorder, size: int) -> bool:
 
 
 def _has_even_heads(recorder: Recorder, size: int) -> bool:
-    """Return True if a layer's heads and KV heads divide evenly. Always True for recurrent layers."""
+    """Return True if ``size`` divides a layer's numbers of heads and KV heads. Always True for recurrent layers."""
     if not isinstance(recorder, RecordingCache):
         return True
     num_kv_heads = recorder.spec.num_kv_heads if isinstance(recorder.spec, KVSpec) else 0

@@ -1,8 +1,8 @@
 """Attention layers with a softcap on their scores (Gemma 2), which compute attention themselves.
 
-mlx-lm's shared attention function has no softcap. Such a layer therefore multiplies queries and keys in its own code,
-which cannot use a paged cache. With one of our caches, :func:`_attend_with_softcap` runs instead, with the layer's
-projections. The check at load compares its results with those of the layer's own code, as for all replaced functions.
+mlx-lm's shared attention function has no softcap. A layer with a softcap therefore multiplies queries and keys in its
+own code, which cannot use a paged cache. If the layer's cache is one of ours, :func:`_attend_with_softcap` replaces
+that code and uses the layer's projections. The check at load compares the results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _PARTS = (
 
 
 def patch_softcapped_layers(model: nn.Module) -> bool:
-    """Make every softcapped layer attend through our caches. Return True if the model has softcapped layers."""
+    """Make every layer with a softcap attend through our caches. Return True if the model has such layers.
+
+    A layer has a softcap if it has all attributes in ``_PARTS``.
+    """
     layers = [m for m in model.modules() if all(hasattr(m, part) for part in _PARTS)]
     for layer in layers:
         cls = type(layer)

@@ -27,13 +27,14 @@ MakeCaches = Callable[[], CacheTree]
 # linear, its logits are divided, too. A norm in the head would undo the division.
 _SHRINKING = 16
 
-# Layers whose output has only one rank's columns, such as a divided LM head. Their output is not a hidden state.
+# Layers whose output has only one rank's columns, such as an LM head that is divided between ranks. Their output is not
+# a hidden state.
 _DIVIDED = nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """Last module before the LM head.
+    """Module whose output is the input of the LM head.
 
     Attributes:
         module: the module. Its output has one row per token, [N, 1, width].
@@ -47,10 +48,15 @@ class Trunk:
 
 
 def select_rows_before_head(model: nn.Module, step: CurrentStep, make_caches: MakeCaches) -> Trunk:
-    """Make the trunk return only the rows whose logits are needed. The head then skips all other rows.
+    """Make the trunk return only the rows whose logits are needed, and return it. The head then skips all other rows.
 
-    Changes the class of the trunk's module. In each call, the trunk uses the fields ``logits_indices``,
-    ``hidden_indices``, ``hidden`` and ``given`` of ``step``.
+    Changes the class of the trunk's module. In each later call, the module reads ``logits_indices``,
+    ``hidden_indices`` and ``given`` of ``step``, and sets ``hidden``.
+
+    Args:
+        model: patched mlx-lm model.
+        step: running step of the model.
+        make_caches: returns new caches over which ``model`` can run.
 
     Raises:
         UnsupportedModelError: no module's output can be reduced to some of its rows.
@@ -72,9 +78,10 @@ def select_rows_before_head(model: nn.Module, step: CurrentStep, make_caches: Ma
 
 
 def hidden_problem(model: nn.Module, trunk: Trunk, vocab_size: int, make_caches: MakeCaches) -> str | None:
-    """Return the reason why the trunk's output is not hidden states; None if the output is the LM head's input.
+    """Return the reason why the trunk's output is not usable as hidden states, or None if it is usable.
 
-    Computes only the LM head, for three rows.
+    The output is refused if it may be the logits, or if the LM head normalizes its input. Computes only the LM head,
+    for three rows.
     """
     name = type(trunk.module).__name__
     if trunk.width == vocab_size:
@@ -92,9 +99,9 @@ def hidden_problem(model: nn.Module, trunk: Trunk, vocab_size: int, make_caches:
 
 
 def _candidates(model: nn.Module, caches: CacheTree) -> Iterator[Trunk]:
-    """Yield modules that are called once and return one row per token, in reverse order of the ends of their calls.
+    """Yield modules that are called once and return one row per token. The module whose call ends last comes first.
 
-    Modules with rows as wide as the logits come last, because they are the head or contain it.
+    Exception: modules with rows as wide as the logits come after all others, because they are the head or contain it.
     """
     ended: list[tuple[nn.Module, Any]] = []
     with _record_outputs(model, ended):
@@ -140,7 +147,7 @@ def _recording_class(cls: type[nn.Module], ended: list[tuple[nn.Module, Any]]) -
 
 @contextmanager
 def _class_of(module: nn.Module, derive: Callable[[type[nn.Module]], type[nn.Module]]) -> Iterator[None]:
-    """Change the class of a module within a ``with`` block."""
+    """Change the class of a module to ``derive(class)`` within a ``with`` block."""
     original_class = type(module)
     module.__class__ = derive(original_class)
     try:

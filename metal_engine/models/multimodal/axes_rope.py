@@ -1,7 +1,7 @@
-"""Rotary embeddings whose frequencies take their positions from three axes: time, height and width (M-RoPE).
+"""Rotary embeddings with positions on three axes: time, height and width (M-RoPE). Each frequency belongs to one axis.
 
-The text models of mlx-lm have one axis. Without images, the positions on all axes are equal. Only steps with tokens of
-images, or with text whose axes differ, have :class:`AxesStepPositions`.
+The text models of mlx-lm have one axis. Without images, a token has the same position on all axes. A step has
+:class:`AxesStepPositions` only if it has tokens whose positions on the axes differ.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class AxesStepPositions(StepPositions):
 
 
 def rotary_positions(rows: StepRows, plain: type[mx.array]) -> mx.array:
-    """Return the positions of a step for its rotary embeddings, [N]. They have axes only if the step has axes.
+    """Return the rotary positions of a step: :class:`AxesStepPositions` if its rows have axes, else ``plain``.
 
     Args:
         rows: rows of the step.
-        plain: type of the result without axes.
+        plain: type of positions without axes, [N].
     """
     if rows.rotary_positions is None:
         return plain(rows.positions)
@@ -42,8 +42,8 @@ def use_axes(model: nn.Module, axes: Axes) -> None:
     """Make a model's rotary embeddings use the axes of steps that have them.
 
     Raises:
-        UnsupportedModelError: the model has no plain rotary embeddings, or they have another number of frequencies than
-            the axes.
+        UnsupportedModelError: the model has no ``nn.RoPE``, or the number of frequencies of one differs from the sum of
+            the axes' sections.
     """
     ropes = [module for module in model.modules() if isinstance(module, nn.RoPE)]
     if not ropes or any(rope.dims // 2 != sum(axes.sections) for rope in ropes):

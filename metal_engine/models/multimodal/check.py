@@ -1,4 +1,4 @@
-"""Check at load that images reach a model correctly: compares a tiny prompt with mlx-vlm's own forward pass."""
+"""Check at load that images reach a model correctly. Compares the logits of a tiny prompt with those of mlx-vlm."""
 
 from __future__ import annotations
 
@@ -47,20 +47,21 @@ class _Prompt:
 def check_images(paged: PagedModel, encoder: MlxVlmEncoder, language_model: nn.Module) -> float:
     """Run a tiny prompt with an image in chunks, and compare it with mlx-vlm's forward pass of the whole prompt.
 
-    The chunks cut the image, unless its tokens attend to each other. Both sides use the same weights. K and V are not
-    quantized in the check. The pool of ``paged`` is not allocated afterwards.
+    Chunks end within the image, unless its tokens attend to each other. Both sides use the same weights. K and V are
+    not quantized in the check. Allocates the pool of ``paged``, and releases it at the end.
 
     Args:
         paged: model that takes the features of ``encoder``.
         encoder: image encoder of the model, without its language model.
-        language_model: mlx-vlm's language model. It gets the weights of the text model.
+        language_model: mlx-vlm's language model. Its weights are replaced by those of the text model.
 
     Returns:
-        Largest difference of a logit, relative to the largest logit.
+        Largest difference of a logit, divided by the largest magnitude of the logits of its row.
 
     Raises:
         UnsupportedModelError: the logits differ.
-        Exception: any error of mlx-vlm, if it does not fit the model.
+        ValueError: the language model and the text model have different weights.
+        Exception: any other error of mlx-vlm.
     """
     share_text_weights(language_model, paged.model)
     gap = 0.0
@@ -76,12 +77,13 @@ def check_images(paged: PagedModel, encoder: MlxVlmEncoder, language_model: nn.M
 
 
 def share_text_weights(language_model: nn.Module, model: nn.Module) -> None:
-    """Give mlx-vlm's language model the arrays of mlx-lm's model.
+    """Set the weights of mlx-vlm's language model to the arrays of mlx-lm's model, without a copy.
 
-    Copies only the matrices that compute keys and values from latents (MLA): mlx-lm stores them in another form.
+    Exception: the matrices that compute keys and values from latents (MLA) are new arrays, because mlx-lm stores them
+    in another form.
 
     Args:
-        language_model: mlx-vlm's model, with weights that are not computed yet.
+        language_model: mlx-vlm's model, with weights that are not evaluated yet.
         model: mlx-lm's model of the same text model. Its quantized layers are shared, too.
 
     Raises:
@@ -105,7 +107,14 @@ def share_text_weights(language_model: nn.Module, model: nn.Module) -> None:
 
 
 def _latent_weights(text: nn.Module, own: set[str]) -> Iterator[tuple[str, mx.array]]:
-    """Yield the matrices that compute keys and values from latents, which mlx-lm has as two matrices for each head."""
+    """Yield (name, matrix) for each matrix that computes keys and values from latents (``kv_b_proj``).
+
+    mlx-lm stores it as two matrices for each head, ``embed_q`` and ``unembed_out``.
+
+    Args:
+        text: mlx-lm's text model.
+        own: names of the modules of mlx-vlm's language model.
+    """
     for name, module in text.named_modules():
         if name.endswith(".embed_q") and (joined := name.removesuffix("embed_q") + "kv_b_proj") in own:
             values = dict(text.named_modules())[name.removesuffix("embed_q") + "unembed_out"]
@@ -125,7 +134,10 @@ def _parameters(module: nn.Module) -> list[tuple[str, mx.array]]:
 
 
 def _prompt(encoder: MlxVlmEncoder, vocab_size: int, seed: int) -> _Prompt:
-    """Return a prompt with random text and an image. The encoder must have its language model, which is run."""
+    """Return a prompt with random text and an image, and mlx-vlm's logits for it.
+
+    The encoder must have its language model (:meth:`MlxVlmEncoder.language_model`), which this function runs.
+    """
     from mlx_vlm.models.cache import make_prompt_cache
 
     model = encoder.model
@@ -165,7 +177,10 @@ def _prompt(encoder: MlxVlmEncoder, vocab_size: int, seed: int) -> _Prompt:
 
 
 def _largest_gap(paged: PagedModel, encoder: MlxVlmEncoder, prompt: _Prompt) -> float:
-    """Run the prompt in chunks. Return the largest difference of their last logits, relative to the largest logit."""
+    """Run the prompt in chunks. Return the largest difference of the logits of each chunk's last token.
+
+    Each difference is divided by the largest magnitude of mlx-vlm's logits for the same token.
+    """
     num_tokens, image = len(prompt.token_ids), prompt.image
     features = encoder.encode(image.inputs, image.num_features)
     third = image.num_features // 3

@@ -14,7 +14,7 @@ from metal_engine.prompt_images import BidirectionalLayers
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """Features of one image.
+    """Features of one image. The image has F tokens in the prompt, with one feature each.
 
     Attributes:
         embeddings: features that replace the embeddings of the image's tokens, [F, hidden_size].
@@ -67,8 +67,8 @@ class ImageEncoder(Protocol):
     """Computes features of images.
 
     Attributes:
-        axes: axes of the text model's rotary embedding; None if it has one axis.
-        num_deep_layers: number of layers of the text model that add features to their output.
+        axes: axes of the text model's rotary embeddings; None if they have one axis.
+        num_deep_layers: number of the text model's first layers to whose outputs features are added (deepstack).
         bidirectional_layers: layers in which an image's tokens attend to each other
             (:class:`metal_engine.prompt_images.PromptImage`).
     """
@@ -81,7 +81,7 @@ class ImageEncoder(Protocol):
         """Return the features of one image, not evaluated yet.
 
         Args:
-            inputs: inputs by the names of the model's image processor, for one image.
+            inputs: outputs of the model's image processor for one image, by name, e.g. ``pixel_values``.
             num_features: number of the image's features.
         """
 
@@ -89,4 +89,7 @@ class ImageEncoder(Protocol):
         """Return the encoder's weights by name."""
 
     def sample(self, rows: int, columns: int) -> SampleImage:
-        """Return a random image of ``rows`` times ``columns`` features, or of the only size that the encoder takes."""
+        """Return a random image of about ``rows`` times ``columns`` features.
+
+        An encoder that takes only one size, or only whole tiles, returns an image with another number of features.
+        """

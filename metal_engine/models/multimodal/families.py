@@ -11,9 +11,9 @@ import numpy as np
 
 from metal_engine.models.multimodal.encoder import Axes, SampleImage
 
-# Makes an image of about rows * columns features, from the configuration of mlx-vlm's model, the rows and the columns.
+# Makes an image of about rows * columns features. Arguments: configuration of mlx-vlm's model, rows, columns.
 MakeSample = Callable[[Any, int, int], SampleImage]
-# Computes features from mlx-vlm's model, pixels and the other inputs by name.
+# Computes features. Arguments: mlx-vlm's model, pixels, other inputs by name.
 ComputeFeatures = Callable[[Any, mx.array, Mapping[str, mx.array]], mx.array]
 
 
@@ -23,10 +23,11 @@ class EncoderFamily:
 
     Attributes:
         sample: makes a random image.
-        sections: default number of rotary frequencies of each axis (M-RoPE); None if positions have one axis.
-        interleaved: True if the axes alternate.
-        features: computes the features of an image, [1, F, hidden_size], and evaluates nothing. None to use mlx-vlm's
-            method, which merges features into embeddings.
+        sections: number of rotary frequencies of each axis (M-RoPE), if a model's configuration does not have it. None
+            if positions have one axis.
+        interleaved: True if the axes alternate (:class:`Axes`).
+        features: function that computes the features of an image, [1, F, hidden_size], and evaluates nothing. None to
+            use mlx-vlm's method, which merges features into embeddings.
     """
 
     sample: MakeSample
@@ -108,7 +109,10 @@ def _gemma3(config: Any, rows: int, columns: int) -> SampleImage:
 
 
 def _gemma3_features(model: Any, pixels: mx.array, inputs: Mapping[str, mx.array]) -> mx.array:
-    """Compute features without mlx-vlm's method, which converts a mask to NumPy and so waits for the running step."""
+    """Compute features without mlx-vlm's method, which converts a mask to NumPy.
+
+    The conversion would evaluate an array, and therefore wait for the running step.
+    """
     projector = model.multi_modal_projector
     pixels = pixels.transpose(0, 2, 3, 1).astype(projector.mm_input_projection_weight.dtype)
     hidden, *_ = model.vision_tower(pixels, output_hidden_states=True)
@@ -126,9 +130,11 @@ def _gemma4(config: Any, rows: int, columns: int) -> SampleImage:
 
 
 def _gemma4_features(model: Any, pixels: mx.array, inputs: Mapping[str, mx.array]) -> mx.array:
-    """Compute features without mlx-vlm's method, which counts unpadded features and so waits for the running step.
+    """Compute features without mlx-vlm's method, which counts the features that are not padding.
 
-    mlx-vlm's method also multiplies one-hot positions with the table, which takes 200 MB for an image of 280 tokens.
+    Counting would evaluate an array, and therefore wait for the running step. mlx-vlm's method also multiplies one-hot
+    positions with the table of position embeddings, which takes 200 MB for an image of 280 tokens. The image must have
+    no padding.
     """
     tower, positions = model.vision_tower, inputs["image_position_ids"]  # x and y of each patch
     is_padding = mx.zeros(positions.shape[:2], mx.bool_)
@@ -168,7 +174,7 @@ _QWEN2 = EncoderFamily(_qwen, (16, 24, 24))
 _QWEN3_VL = EncoderFamily(_qwen, (24, 20, 20), interleaved=True)
 _QWEN3_5 = EncoderFamily(_qwen, (11, 11, 10), interleaved=True)
 
-# By module of mlx_vlm.models.
+# Family of each supported module of mlx_vlm.models.
 FAMILIES = {
     "gemma3": EncoderFamily(_gemma3, features=_gemma3_features),
     "gemma4": EncoderFamily(_gemma4, features=_gemma4_features),

@@ -20,17 +20,15 @@ def load_encoder_weights(
 ) -> int:
     """Read the weights of an encoder, and return their size in bytes.
 
-    On a GPU, quantized weights stay quantized.
-
     Args:
         encoder: encoder without its language model (:meth:`MlxVlmEncoder.take_language_model`).
         folder: directory of the checkpoint. All its safetensors files may have weights of the encoder.
         config: configuration of the checkpoint, with the bits of quantized weights.
-        dtype: type to which the weights are converted; None to keep the stored type.
-        on_cpu: True to dequantize the weights.
+        dtype: type to which floating-point weights are converted; None to keep the stored type.
+        on_cpu: True to dequantize the weights. False to keep quantized weights quantized.
 
     Raises:
-        ValueError: the weights do not fit the encoder.
+        ValueError: the checkpoint has no weights of an encoder, or they do not fit the encoder.
     """
     stored = _stored_weights(folder)
     if not stored:
@@ -64,9 +62,10 @@ def _stored_weights(folder: Path) -> dict[str, mx.array]:
 
 
 def _quantize(model: nn.Module, quantization: dict[str, Any], weights: dict[str, mx.array]) -> None:
-    """Replace those layers of a model whose stored weights are quantized by quantized layers.
+    """Replace each layer of a model by a quantized layer if its stored weights are quantized.
 
     Args:
+        model: model of mlx-vlm, changed in place.
         quantization: quantization in the checkpoint's configuration: defaults, and settings of single layers by name.
         weights: stored weights by name.
     """

@@ -1,4 +1,8 @@
-"""Merges image features into a packed forward: they replace embeddings, and are added to outputs of early layers."""
+"""Merges image features into a packed forward pass.
+
+Features replace the embeddings of image tokens. With deepstack, features are also added to the outputs of the first
+layers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from metal_engine.models.multimodal.encoder import ImageEncoder
 
 @dataclass(frozen=True)
 class StepImages:
-    """Features of a step's rows.
+    """Image features for the rows of one step.
 
     Attributes:
         rows: indices of the packed rows with features, [V] int32.
@@ -31,7 +35,7 @@ class StepImages:
 
 
 class ImageInput:
-    """Image input of a text model. Construction changes the model in place; steps without images compute as before.
+    """Image input of a text model. The constructor changes the model in place. Steps without images compute as before.
 
     Args:
         model: mlx-lm model.
@@ -39,7 +43,8 @@ class ImageInput:
         encoder: image encoder, whose features the model takes.
 
     Raises:
-        UnsupportedModelError: the model's embedding or rotary embeddings are not of a known kind.
+        UnsupportedModelError: the model does not have exactly one embedding of tokens, or its rotary embeddings do not
+            fit the encoder's axes.
 
     Attributes:
         encoder: image encoder.
@@ -65,7 +70,7 @@ class ImageInput:
 
 
 def _merging(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
-    """Return a class of embeddings that takes the features of the running step."""
+    """Return a class of embeddings that replaces the embeddings of rows with the running step's features."""
     call: Callable[..., mx.array] = cls.__call__
 
     def embed(self: nn.Module, ids: mx.array) -> mx.array:

@@ -21,7 +21,8 @@ class MlxVlmEncoder:
     """Encoder of a model of mlx-vlm (:class:`metal_engine.models.multimodal.encoder.ImageEncoder`).
 
     Each model of mlx-vlm has a method that merges features into the embeddings of a prompt. The encoder calls it with a
-    prompt that consists of one image, so the code does not depend on the parts of an architecture.
+    prompt that consists of one image, so this code does not depend on the architecture. Exceptions are deepstack models
+    and families with their own function (:attr:`EncoderFamily.features`).
 
     Args:
         config: content of ``config.json``.
@@ -35,6 +36,8 @@ class MlxVlmEncoder:
         model: model of mlx-vlm, with its language model until :meth:`take_language_model`. Its weights are random until
             they are loaded.
         image_token_id: token that stands for a feature in mlx-vlm's prompts.
+
+    The attributes ``axes``, ``num_deep_layers`` and ``bidirectional_layers`` are those of the interface.
     """
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, dtype: mx.Dtype) -> None:
@@ -54,7 +57,7 @@ class MlxVlmEncoder:
         self._hidden_size, self._dtype = hidden_size, dtype
 
     def take_language_model(self) -> nn.Module:
-        """Return mlx-vlm's language model, and replace it by embeddings of placeholders."""
+        """Return mlx-vlm's language model, and replace it in :attr:`model` by embeddings that are all zero."""
         language_model: nn.Module = self.model.language_model
         self.model.language_model = _Placeholders(self._hidden_size, self._dtype)
         return language_model
@@ -74,7 +77,7 @@ class MlxVlmEncoder:
         pixels = given.pop(PIXELS)
         if PIXEL_SCALE in given:
             pixels = pixels * given.pop(PIXEL_SCALE) + given.pop(PIXEL_OFFSET)
-        if self.num_deep_layers:  # the method evaluates these features, which would wait for the running step
+        if self.num_deep_layers:  # mlx-vlm's method evaluates features, which would wait for the running step
             embeddings, by_layer = self.model.vision_tower(
                 pixels.astype(self.model.vision_tower.patch_embed.proj.weight.dtype), given["image_grid_thw"]
             )
@@ -98,7 +101,7 @@ class MlxVlmEncoder:
 
 
 class _Placeholders:
-    """Replacement for a language model that embeds every token as zeros: an encoder's prompt has only image tokens."""
+    """Replacement for a language model. Embeds tokens as zeros, because an encoder's prompt has only image tokens."""
 
     def __init__(self, hidden_size: int, dtype: mx.Dtype) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
@@ -111,7 +114,7 @@ class _Placeholders:
         return mx.zeros((*input_ids.shape, self._hidden_size), self._dtype)
 
     def get_rope_index(self, *args: Any, **kwargs: Any) -> tuple[None, None]:
-        """Return no positions: a prompt has its own positions (:class:`metal_engine.prompt_images.AxesPositions`)."""
+        """Return no positions, which :class:`metal_engine.prompt_images.AxesPositions` provides for a prompt."""
         return None, None
 
 

@@ -1,8 +1,8 @@
-"""Masks of Gemma's language models as published, for mlx-vlm's models, whose own masks differ.
+"""Attention masks of Gemma's language models as published by Hugging Face, for mlx-vlm's models, whose masks differ.
 
 In mlx-vlm, ``Model.__call__`` of Gemma 3 lets every token attend to every token, and generation is causal. By the
-published definition (Hugging Face's), a token of an image also attends to the later tokens of the image. In layers with
-a window, the window's first key remains the limit. In Gemma 4, layers without a window are causal.
+published definition, attention is causal, but a token of an image also attends to the later tokens of the image. In
+layers with a window, no token attends to keys before its window. In Gemma 4, layers without a window are causal.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from metal_engine.prompt_images import PromptImage
 
 @contextmanager
 def published_masks(language_model: nn.Module, images: Sequence[PromptImage]) -> Iterator[None]:
-    """Let a language model of mlx-vlm compute a whole prompt with the published masks within a ``with`` block.
+    """Make a language model of mlx-vlm use the published masks for a whole prompt, within a ``with`` block.
 
-    Replaces a function of the model's module, so no other thread may run the model meanwhile.
+    Replaces a function in the module of the model's class, so no other thread may run such a model meanwhile.
 
     Args:
-        images: images of the prompt, whose tokens attend to each other.
+        language_model: language model of mlx-vlm.
+        images: images of the prompt. The tokens of each image attend to each other.
     """
     module: Any = sys.modules[type(language_model).__module__]
     own = module.create_attention_mask

@@ -1,11 +1,15 @@
-"""Installs our caches in a model's recurrent layers: by function if their functions are known, else by module.
+"""Installs our caches in a model's recurrent layers, in one of two ways.
 
-By function, a module runs once over all packed rows, so its weights are read once. Only its convolutions and
-recurrences process segments. This requires that each array of the module's cache belongs to a convolution or a
-recurrence. While the model was recorded, a convolution's array was equal to the end of the convolution's input. A
-recurrence's array was passed unchanged, as the state, to a recurrence that is known by name.
+By function: a module runs once over all packed rows, so its weights are read once. Only its convolutions and
+recurrences process segments. This requires that each array of the module's cache belongs to one of them, according to
+the recorded run of the model:
 
-By module, the whole module runs once for each group of segments (:mod:`metal_engine.kv_cache.segments`).
+- An array belongs to a convolution if it was equal to the end of the convolution's input.
+- An array belongs to a recurrence if a recurrence in :mod:`metal_engine.models.recurrent.recurrences` received it
+  unchanged as its state.
+
+By module, if an array belongs to neither: the whole module runs once for each group of segments
+(:mod:`metal_engine.kv_cache.segments`).
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ logger = logging.getLogger(__name__)
 def install_states(
     pairs: list[tuple[RecordingState, StateCache]], trace: CallTrace, *, whole_modules: bool = False
 ) -> None:
-    """Make the recorded modules use our caches.
+    """Change the classes of the recorded modules, or of their convolutions, so that they use our caches.
+
+    Evaluates the recorded arrays.
 
     Args:
         pairs: recorder of each recurrent layer's cache, and the cache that replaces it.
@@ -54,7 +60,8 @@ def install_states(
 def _run_in_groups(module: nn.Module, entries: dict[int, set[int]]) -> None:
     """Make a module that uses a :class:`StateCache` run once for each group of a step's segments.
 
-    The module's weights are read once for each group. All decodes form one group.
+    The module's weights are read once for each group. All decodes form one group. A call raises RuntimeError if the
+    module does not store exactly the arrays in ``entries``.
 
     Args:
         module: the module, changed in place.
@@ -88,10 +95,10 @@ def _run_in_groups(module: nn.Module, entries: dict[int, set[int]]) -> None:
 
 
 def _of_group(argument: Any, group: SegmentGroup, num_rows: int, cache: StateCache, view: GroupStates) -> Any:
-    """Convert an argument of the module for a group of b segments with s rows each.
+    """Convert an argument of a module's call for one group, which has b segments with s rows each.
 
     Packed rows, [N, 1, ...], become [b, s, ...]. The cache becomes ``view``. Offsets of the rows, [N], become the
-    offset of the first row of each segment. Other arguments are returned unchanged.
+    offsets of the segments' first rows, [b]. Other arguments are returned unchanged.
     """
     if argument is cache:
         return view

@@ -1,7 +1,7 @@
 """Embeddings of n-grams (LongCat-Flash with n-grams), whose state is the last n - 1 token ids of a request.
 
-mlx-lm stores fewer ids at the start of a request, and treats missing ids as 0. A state has a fixed size, so our caches
-start with n - 1 zeros.
+mlx-lm stores fewer ids at the start of a request, and treats missing ids as 0. A state in our pool has a fixed size, so
+our caches start with n - 1 zeros, which have the same effect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _NgramEmbedding(NgramEmbedding):
 
 
 def patch_ngrams(model: nn.Module) -> None:
-    """Give a model's embeddings of n-grams a state of fixed size over our caches."""
+    """Change the classes of a model's embeddings of n-grams, so that their state has a fixed size in our caches."""
     for module in model.modules():
         if type(module) is NgramEmbedding:
             module.__class__ = _NgramEmbedding

@@ -17,7 +17,13 @@ from metal_engine.kv_cache.spec import ArraySpec, RecurrentSpec
 
 @dataclass(frozen=True)
 class WatchedConvolution:
-    """A recorded call of a convolution: its input, [b, s, C], and the ids of the modules that enclose the call."""
+    """A recorded call of a convolution.
+
+    Attributes:
+        module: the convolution.
+        inputs: input of the call, [b, s, C].
+        within: ids of ``module`` and of all modules that enclose the call.
+    """
 
     module: nn.Conv1d
     inputs: mx.array
@@ -42,10 +48,10 @@ class CallTrace:
 
     @property
     def is_tied_by_trunk(self) -> bool:
-        """True if a pipeline's trunk, and not a layer, accesses the cache now.
+        """True if the running module is a pipeline's trunk, and not a layer.
 
-        On all ranks except the last, the trunk makes a cache depend on the data that it sends. Logits depend on that
-        data anyway.
+        On ranks that send data to another rank, mlx-lm's trunk itself accesses a cache, to make it depend on the data.
+        Recorders ignore these accesses, because the logits depend on the data, too.
         """
         return bool(self.running) and hasattr(self.running[-1], "pipeline")
 
@@ -81,14 +87,18 @@ class CallTrace:
 def _is_depthwise(conv: nn.Conv1d) -> bool:
     """Return True if each channel is convolved by itself, without stride, dilation or padding.
 
-    Our convolutions support only this kind.
+    :meth:`metal_engine.models.recurrent.state_cache.StateCache.convolve` supports only this kind.
     """
     is_plain = conv.stride == 1 and conv.dilation == 1 and conv.padding == 0
     return bool(is_plain and conv.groups == conv.weight.shape[0] and conv.weight.shape[-1] == 1)
 
 
 class WatchedState(mx.array):
-    """An array of a recorded cache. A recurrence that receives it as its state calls :meth:`record_recurrence`."""
+    """An array of a recorded cache.
+
+    A replaced recurrence that receives it as its state calls :meth:`record_recurrence`. An array that a module computes
+    from it is an ordinary array, so only unchanged states are recorded.
+    """
 
     def __init__(self, array: mx.array, owner: RecordingState, index: int) -> None:
         super().__init__(array)
@@ -100,11 +110,12 @@ class WatchedState(mx.array):
 
 
 class RecordingState(ArraysCache):
-    """mlx-lm's cache of recurrent state, which records its users.
+    """mlx-lm's cache of recurrent state, which records the modules that use it while a :class:`CallTrace` watches.
 
     Attributes:
-        users: id of a module -> the module, for each innermost module that reads from or writes to the cache.
-        puts: id of a module -> indices that it writes to.
+        users: id of a module -> the module, for each module that itself reads from or writes to the cache. Modules that
+            enclose it are not included.
+        puts: id of a module -> indices of the arrays that it writes.
         recurrent: indices of the arrays that known recurrences received unchanged as their states.
         may_hold_tokens: True if the state may be earlier token ids, in a fixed number.
     """
@@ -141,7 +152,8 @@ class RecordingState(ArraysCache):
         """Spec of the state that the layer stores for a request.
 
         Raises:
-            UnsupportedModelError: an array was never stored, is empty, or unexpectedly holds integers.
+            UnsupportedModelError: an array was never stored, is empty, or holds integers although
+                :attr:`may_hold_tokens` is False.
         """
         if any(entry is None or entry.size == 0 for entry in self.cache):
             raise UnsupportedModelError("a layer leaves some of its recurrent state empty")
@@ -153,10 +165,10 @@ class RecordingState(ArraysCache):
         return RecurrentSpec(tuple(ArraySpec(tuple(entry.shape[1:]), entry.dtype) for entry in self.cache))
 
     def kept_by_convolutions(self, trace: CallTrace) -> dict[int, nn.Conv1d]:
-        """Return the convolutions that store their inputs in this cache, by the index of the array.
+        """Return the convolutions whose last inputs this cache stores, by the index of the array.
 
-        A convolution stores an array if the array equals the convolution's recorded input without the first row,
-        [b, K-1, C]. A convolution that matches several arrays is left out. Evaluates the arrays.
+        An array, [b, K-1, C], belongs to a convolution if it equals the convolution's recorded input without the first
+        row. A convolution that matches several arrays is left out. Evaluates the arrays.
         """
         kept: dict[int, nn.Conv1d] = {}
         for conv in trace.convolutions:

@@ -1,4 +1,8 @@
-"""Replacements for mlx-lm's recurrences that accept packed rows and process them by segments."""
+"""Replacements for mlx-lm's recurrences, such as gated delta and Mamba 2, which accept packed rows.
+
+A replacement runs one kernel for all segments, or else the recurrence for each group of segments
+(:mod:`metal_engine.kv_cache.segments`). With an ordinary state of mlx-lm, it calls the original function.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +31,15 @@ Returns None if no kernel supports the arguments. The function has then read and
 
 @dataclass(frozen=True)
 class _Signature:
-    """Arguments of a recurrence that have rows or states.
+    """Arguments of a recurrence that have rows or states, and our implementations of it.
 
     Attributes:
-        time_axes: argument name -> time axis, for each argument with a time axis.
+        time_axes: argument name -> time axis, for each argument with one row per token.
         state: name of the argument for the state.
         output_axis: time axis of the output.
-        launch: implementation as a Metal kernel launch; None if there is no kernel.
-        in_chunks: implementation in matrix products for a CPU, where mlx-lm computes almost token by token; None if
-            there is no such implementation.
+        launch: implementation as a launch of a Metal kernel; None if there is no kernel.
+        in_chunks: implementation in matrix products, with the arguments of mlx-lm's function, which on a CPU computes
+            almost token by token. None to use mlx-lm's function.
     """
 
     time_axes: Mapping[str, int]

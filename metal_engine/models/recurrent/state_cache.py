@@ -1,8 +1,8 @@
 """Cache through which mlx-lm's models use a layer's recurrent state.
 
 A module of mlx-lm reads an array from its cache, computes the new array over its rows, and stores it. Over a paged
-pool, the array that the module reads is a placeholder, and the array that it stores is ignored. Instead, the function
-that needs the state (a convolution or a recurrence) reads and writes the states of the step's segments in this cache.
+pool, the array that the module reads is a placeholder, and the array that it stores is ignored. Instead, the replaced
+convolution or recurrence reads and writes the states of the step's segments with the methods of :class:`StateCache`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from metal_engine.recurrence.metal import MetalRecurrence
 
 
 class OwnedState(mx.array):
-    """Placeholder for an array of a state cache. A recurrence finds the cache and the array's name in it."""
+    """Placeholder for an array of a state cache. A replaced recurrence reads ``owner``, the cache, and ``name``."""
 
     def __init__(self, dtype: mx.Dtype, owner: StateCache, name: str) -> None:
         super().__init__(mx.zeros((1,), dtype))
@@ -35,7 +35,8 @@ class StateCache:
     """Replacement for mlx-lm's ``ArraysCache`` over one layer's states.
 
     Attributes:
-        convolved: names of the arrays that :meth:`convolve` reads and writes. Modules read empty arrays instead.
+        convolved: names of the arrays that :meth:`convolve` reads and writes, e.g. ``"0"`` for the array with index 0.
+            A module that reads such an array gets an array without rows.
     """
 
     # mlx-lm reads these two attributes. Packed rows have no padding.
@@ -57,7 +58,7 @@ class StateCache:
 
     @property
     def is_running(self) -> bool:
-        """True while a packed step runs, False during mlx-lm's own forward pass."""
+        """True while a packed step runs, False during mlx-lm's own forward pass over its own caches."""
         return self._step.rows is not None
 
     @property
@@ -114,9 +115,9 @@ class StateCache:
     # --- states, by segments ---
 
     def take(self, name: str) -> list[mx.array | None]:
-        """Return the initial states of each group's segments, [b, ...]; None for a group that starts requests.
+        """Return, for each group, the initial states of its segments, [b, ...]. None for a group that starts requests.
 
-        Call one of :meth:`take` and :meth:`take_all` once per step and array, and store all new states afterwards.
+        For each array and step, call either this method or :meth:`take_all`, once. Then store all new states.
         """
         groups = self.segments.groups
         return self._state.take(name, reads_of(groups), [group.writes for group in groups])
@@ -142,14 +143,14 @@ class StateCache:
         self._put(name, self.segments.writes, values)
 
     def rows_before(self, name: str, rows: mx.array) -> mx.array:
-        """Return, for each packed row, the row before it in its request. Store each segment's last row as its state.
+        """Return, for each packed row, the row before it in its request. Store the last row of each segment.
 
         Args:
-            name: name of the array with the last row of each request.
+            name: name of the array that stores the last row of each request.
             rows: packed rows, [N, ...].
 
         Returns:
-            [N, ...]; zeros for the first row of a request.
+            The rows before, [N, ...]; zeros for the first row of a request.
         """
         before = self.take_all(name)
         if self.segments.is_decode:
@@ -167,7 +168,7 @@ class StateCache:
         """Run a causal depthwise convolution over packed rows. Store each segment's last inputs as its new state.
 
         Args:
-            name: name of the array with the inputs that a segment keeps, [K-1, C].
+            name: name of the array that stores the last K-1 inputs of each request, [K-1, C].
             conv: the convolution.
             call: mlx-lm's call of the convolution, without padding: [b, s + K-1, C] -> [b, s, C].
             x: packed rows, [N, 1, C].
@@ -194,10 +195,10 @@ class StateCache:
 
 
 class GroupStates(ArraysCache):
-    """mlx-lm's cache of arrays, for a call of a whole module over one group.
+    """mlx-lm's cache of arrays, for a call of a whole module over one group of segments.
 
     Args:
-        states: initial state of each array. None for an array that the module does not write, and if the group's
+        states: initial state of each array. None for an array that the module does not write. All None if the group's
             segments start requests.
 
     Attributes:
@@ -215,9 +216,9 @@ class GroupStates(ArraysCache):
 
 
 def packed_convolution(conv: nn.Conv1d, cache: StateCache, name: str) -> None:
-    """Change a convolution, so that one call processes all segments of a step.
+    """Change the class of a convolution, so that one call processes all segments of a step.
 
-    The array ``name`` of ``cache`` stores the convolution's last inputs. mlx-lm's own forward pass is not changed.
+    The array ``name`` of ``cache`` stores the convolution's last inputs. Outside packed steps, calls run as before.
     """
     cls = type(conv)
     original: Callable[[nn.Conv1d, mx.array], mx.array] = cls.__call__
