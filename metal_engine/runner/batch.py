@@ -1,4 +1,4 @@
-"""Turns plans into packed arrays: the runner's table of requests, and the int32 arrays of one step.
+"""Turns plans into packed arrays. :class:`RequestTable` stores the requests, :class:`PackedBatch` one step's arrays.
 
 Work per token is done by NumPy operations over the whole step. Python loops run only over new or changed requests.
 """
@@ -23,8 +23,9 @@ from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 class PackedBatch:
     """Tokens and rows of one step, on the host: N tokens of B requests. R of the N rows sample.
 
-    All arrays are int32. ``images`` holds the rows whose tokens have features of images; None without such rows.
-    ``next_images`` holds the rows whose next tokens have features; None without such rows, or without a draft head.
+    All arrays are int32. ``images`` lists the rows whose tokens have image features, and is None without such rows.
+    ``next_images`` lists the rows whose next tokens have image features. ``next_images`` is None without such
+    rows, and without a draft head.
     """
 
     input_ids: np.ndarray  # [N]
@@ -76,7 +77,12 @@ class PackedBatch:
 
 
 def _sample_apart(indices: np.ndarray, samples_of: np.ndarray) -> bool:
-    """Return True if there is one distinct index for each sampling request. ``samples_of`` [R] is sorted."""
+    """Return True if the rows that sample have as many distinct table indices as requests.
+
+    Args:
+        indices: [R] table index of each row that samples.
+        samples_of: [R] request of each row that samples, in ascending order.
+    """
     if all_distinct(indices):
         return bool((samples_of[1:] != samples_of[:-1]).all())
     return len(np.unique(indices)) == len(np.unique(samples_of))
@@ -98,8 +104,15 @@ class RequestTable:
         max_num_seqs: maximum number of requests.
         max_model_len: maximum number of tokens of a request.
         block_size: tokens per block.
-        make_writes: builds the writes of a step's rows to their slots.
+        make_writes: creates the object that writes a step's rows to their slots.
         needs_next_images: True to find the rows before image tokens, for a draft head.
+
+    Attributes:
+        sampling: sampling parameters of the requests.
+        edits: index of a request -> edits of its logits. Requests without edits are left out.
+        without_edits: indices in ``edits`` whose next token needs no edit, according to the last :meth:`follow_phases`.
+        pooling: request id -> pooled prompt, for requests that are pooled.
+        num_prompt_logprobs_requests: number of requests with log probabilities of prompt tokens.
     """
 
     def __init__(
@@ -211,7 +224,7 @@ class RequestTable:
         return int(self._num_prompt_tokens[index])
 
     def num_computed_tokens(self, index: int) -> int:
-        """Return how many tokens of a request have KV after all steps packed so far."""
+        """Return the number of tokens of a request, drafts included, that have KV after all steps packed so far."""
         return int(self._num_computed[index])
 
     def slots(self, index: int, start: int, stop: int) -> np.ndarray:
@@ -252,11 +265,14 @@ class RequestTable:
         self._num_tokens[indices] += 1
 
     def follow_phases(self, request_ids: list[str], output: ModelOutput) -> set[str]:
-        """Advance the phases of outputs past their new tokens. Return the requests whose next token needs a mask.
+        """Advance the grammars of outputs with phases past the new tokens. Return the ids of requests that need a mask.
+
+        An output has phases if only parts of it must match a grammar, such as tool calls after free text. A returned
+        request needs a mask for its next token.
 
         Call it after :meth:`append_tokens`, with the same arguments. Sets ``constrained`` in ``output``, and adds to
-        its ``num_unconstrained_calls``. Tokens that leave an output free may be processed in a later call
-        (:attr:`metal_engine.token_rules.Matcher.plain_tokens`).
+        its ``num_unconstrained_calls``. Tokens after which the output is still free text may be processed in a later
+        call (:attr:`metal_engine.token_rules.Matcher.plain_tokens`).
         """
         waiting: set[str] = set()
         if not self._plain_tokens:
@@ -289,7 +305,8 @@ class RequestTable:
     def _append_accepted(self, index: int, num_accepted: int) -> None:
         """Append the accepted drafts to a request's tokens. Drop the rejected drafts and the blocks used only by them.
 
-        If a draft was rejected, a recurrent state returns to the state before all drafts.
+        If a draft of a request with a recurrent state was rejected, the request returns to the state before the step.
+        The accepted drafts must then be computed again.
         """
         num_tokens = self._num_tokens[index] + num_accepted
         before = self._before_drafts.pop(index, None)
@@ -308,7 +325,7 @@ class RequestTable:
             self.write_drafts(index, drafts)
 
     def write_drafts(self, index: int, drafts: list[int]) -> None:
-        """Write drafts after a request's known tokens. Only a step that schedules the drafts reads them."""
+        """Write drafts after a request's known tokens. The number of known tokens does not change."""
         start = self._num_tokens[index]
         self._token_ids[index, start : start + len(drafts)] = drafts
 
@@ -317,7 +334,7 @@ class RequestTable:
         self._last_sample.fill(-1)
 
     def output_positions(self, batch: PackedBatch) -> np.ndarray:
-        """Return the index of each sample of a batch among its request's output tokens, [R]."""
+        """Return the index of each sampled token among its request's output tokens, [R]; 0 for the first."""
         rows = batch.rows
         return rows.positions[rows.logits_indices] + 1 - self._num_prompt_tokens[batch.sample_indices]
 
@@ -418,7 +435,7 @@ class RequestTable:
         return self._token_ids[indices[rows.request_of_row], rows.positions]
 
     def _pending(self, indices: np.ndarray, rows: StepRows, num_known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return packed rows with unknown tokens [P], and the indices of these tokens among the last step's samples.
+        """Return the rows whose tokens the last step samples, [P], and the tokens' indices among its samples, [P].
 
         Args:
             num_known: [B] number of known tokens of each request, including drafts.

@@ -1,10 +1,11 @@
 """Chooses when to dispatch a step that was built while the previous step runs: queued behind it, or after it ends.
 
-With queued dispatch, the device starts the next step at once. A step writes to the KV cache in place only if the
-previous step has released a layer's arrays by then. On Metal, this happens when the command buffer that reads them has
-completed. Otherwise MLX silently writes to a copy. MLX blocks its caller while ten command buffers are unfinished. If a
-step has about fourteen or more command buffers, the previous step has therefore released a layer's arrays before a
-write to them is submitted, and nothing is copied.
+With queued dispatch, the device starts the next step without a pause. However, MLX writes to a layer's arrays in place
+only if the previous step has released them when the write is submitted. Otherwise MLX silently writes to a copy. On
+Metal, a step releases an array when the command buffer that reads it has completed.
+
+MLX blocks its caller while ten command buffers are unfinished. If a step has about fourteen or more command buffers,
+the previous step has therefore released a layer's arrays in time, and nothing is copied.
 
 The number of command buffers in a model's steps is only known at run time. A few steps therefore run at startup on a
 busy device, and their peak memory shows whether they made copies.
@@ -98,9 +99,12 @@ def choose_dispatch(runner: ModelRunner, config: EngineConfig) -> str:
 def _more_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) -> int:
     """Return by how many bytes queued dispatch raises the peak memory of steps. Leaves queued dispatch disabled.
 
-    Replayed steps are measured too, if the runner replays: they may have fewer kernels than built steps, and so fewer
-    command buffers. In the first run with replay, most steps are built and one is traced. In the second run, all are
-    replayed.
+    If the runner replays steps, two further runs allow replay, because replayed steps may have fewer command buffers
+    than built steps. The first run with replay builds most steps and traces one. The second run replays all steps.
+
+    Raises:
+        CheckTooSlowError: the runs take too long.
+        Exception: any error of a step.
     """
     replays = runner.replays
     matrix = mx.array(np.zeros(_BUSY_SHAPE, np.float16))

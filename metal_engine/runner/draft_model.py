@@ -1,7 +1,7 @@
 """Draft model: drafts tokens that may follow a request's tokens, with its own KV over the request's block table.
 
-Its KV occupies the same slots as the target's KV, in separate arrays. Before the target's step, the draft model first
-computes the tokens without KV, and then the drafts one by one::
+Its KV occupies the same slots as the target's KV, in separate arrays. Before the target's step, one forward of the
+draft model computes the tokens without KV of this model and the first draft. Each further draft takes one forward::
 
     tokens     t0 ... t5 | t6  t7 |                    t6, t7: new since its last step
     forward 1              t6  t7      -> d0           (if it misses more tokens: a chunk)
@@ -87,9 +87,10 @@ class DraftModel:
     # --- known KV -------------------------------------------------------------------------------------------
 
     def update(self, plan: SchedulerOutput) -> None:
-        """Update the known KV for ``plan``. Cached blocks of new requests count if this model has computed them, too.
+        """Record which tokens of the plan's new requests have KV of this model. Drop the plan's dropped requests.
 
-        Blocks loaded from a store have no KV of this model.
+        Blocks that the plan loads from a store have no KV of this model. A cached block has it only if this model has
+        computed the block, too.
         """
         for request_id in plan.dropped_req_ids:
             self._num_computed.pop(request_id, None)
@@ -106,9 +107,9 @@ class DraftModel:
         return int(missing[0]) if len(missing) else len(slots)
 
     def follow(self, step: TargetStep, tokens: mx.array | None) -> None:
-        """Mark this model's KV as outdated in the slots that the target's step will write.
+        """Mark this model's KV as outdated in the slots that the target's step will write. Return None.
 
-        The slots that this model has written in this step stay valid.
+        The slots that this model has written for the same step stay valid.
         """
         self._has_kv[step.batch.rows.slot_mapping] = False
         for slots in self._written:
@@ -117,9 +118,9 @@ class DraftModel:
     # --- a step ---------------------------------------------------------------------------------------------
 
     def draft(self, table: RequestTable, plan: SchedulerOutput) -> Drafting | None:
-        """Compute the drafts and the KV that a plan requests from this model. Return None if it requests neither.
+        """Compute the drafts and the KV that a plan requests from this model. Return None if the plan requests neither.
 
-        Raises the error of a failed forward. This model's KV is then unchanged, or empty if it was lost.
+        Raises the error of a failed forward. This model then has the same KV as before, or none if the KV was lost.
         """
         self._written.clear()
         began = time.perf_counter()
@@ -177,13 +178,18 @@ class DraftModel:
         return tasks
 
     def _first_missing(self, table: RequestTable, request_id: str, index: int, end: int) -> int:
-        """Return the position of a request's first token without KV of this model.
+        """Return the position of the first of a request's tokens without KV of this model.
 
-        ``end`` is the number of tokens that the target has computed. If all of them have KV, the result is at least
-        ``end``.
+        If the tokens before ``end`` all have KV, the result is ``end`` or more.
 
-        Accepted drafts have KV, and so do tokens computed for other requests that share the blocks. A token sampled in
-        place of a rejected draft has no KV once the target has written to its slot.
+        A token has KV if this model has computed it for the request, as an accepted draft, or for another request that
+        shares the block. A token that replaces a rejected draft has none after the target has written to its slot.
+
+        Args:
+            table: requests of the runner.
+            request_id: id of the request.
+            index: index of the request in ``table``.
+            end: end of the tokens to examine.
         """
         start = self._num_computed[request_id]
         if start >= end:
@@ -192,9 +198,9 @@ class DraftModel:
         return start + int(missing[0]) if len(missing) else end
 
     def _claim(self, slots: np.ndarray) -> None:
-        """Mark slots as written by the next forward, so that requests that share them do not compute them again.
+        """Mark slots as written by the next forward, so that another request that shares them does not compute them.
 
-        These requests can read the KV in the same forward, because all writes of a layer precede its reads.
+        The other request can read the KV in the same forward, because all writes of a layer precede its reads.
         """
         self._written.append(slots)
         self._has_kv[slots] = True
@@ -244,9 +250,9 @@ class DraftModel:
         return sample_drafts(table, tasks, self._with_target_width(logits))
 
     def _with_target_width(self, logits: mx.array) -> mx.array:
-        """Pad or cut logits to the target's width: [R, V] -> [R, vocab_size].
+        """Pad logits with -inf or cut them to the target's width: [R, V] -> [R, vocab_size].
 
-        Tokens that one model lacks are padding.
+        The two vocabularies differ only in padding at their ends.
         """
         missing = self._vocab_size - logits.shape[-1]
         if missing <= 0:

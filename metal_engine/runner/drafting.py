@@ -27,7 +27,7 @@ class TargetStep:
         batch: packed rows.
         attention: attention over the rows.
         hidden: hidden states of all rows, [N, hidden_size]; None if the drafter does not need them.
-        next_images: features of the tokens after the rows; None if no such token has features.
+        next_images: image features of the tokens after the rows; None if none of these tokens has a feature.
     """
 
     table: RequestTable
@@ -65,10 +65,10 @@ class Drafter(Protocol):
     def replay_refusal(self) -> str | None: ...
 
     def update(self, plan: SchedulerOutput) -> None:
-        """Process the new and dropped requests of a plan, before its drafts."""
+        """Process the new and dropped requests of a plan. Called before :meth:`draft` with the same plan."""
 
     def draft(self, table: RequestTable, plan: SchedulerOutput) -> Drafting | None:
-        """Compute the drafts that a plan requests. Return None if it requests none. Waits for the device.
+        """Compute the drafts that a plan requests. Return None if the plan requests nothing. Waits for the device.
 
         No step may be in flight if the plan requests drafts, and no snapshot of the pool may exist.
         """
@@ -81,7 +81,7 @@ class Drafter(Protocol):
         """
 
     def failed(self, error: Exception) -> None:
-        """Handle a failed step of the target model, whose later steps are dropped."""
+        """Handle a failed step of the target model. The steps in flight after it have been dropped."""
 
     def release(self) -> None:
         """Free the memory of the drafter. Call it in the thread that ran the steps."""
@@ -120,8 +120,8 @@ def wanted_drafts(plan: SchedulerOutput) -> dict[str, int]:
 def sample_drafts(table: RequestTable, tasks: Sequence[DraftTask], logits: mx.array) -> mx.array:
     """Sample the next draft of each request as the target will, except for grammars.
 
-    Random keys, temperatures, top-k, top-p, min-p and edits are the target's. If no token is left, the task ends, and
-    the target's step reports the error.
+    Uses the request's random key of the position, temperature, top-k, top-p, min-p and logits edits. A request with a
+    grammar gets no edits. If the edits leave no token, the task ends. The target's step reports the error.
 
     Args:
         logits: logits of the drafts, [R, vocab_size], as wide as the target's.

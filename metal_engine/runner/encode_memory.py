@@ -19,7 +19,8 @@ CPU_TOKENS = 256
 def measure_encode_bytes(model: PagedModel, num_tokens: int) -> int:
     """Encode an image of about ``num_tokens`` tokens, and measure MLX's peak memory.
 
-    On a CPU, the image has at most ``CPU_TOKENS`` tokens, and the result is extrapolated.
+    On a CPU, the image has at most about ``CPU_TOKENS`` tokens. If it is smaller than requested, the result is
+    extrapolated.
 
     Returns:
         Peak memory during the encoding minus the memory in use before it, in bytes.

@@ -32,7 +32,10 @@ class Encoding:
         self._began = time.monotonic()
 
     def wait(self) -> float:
-        """Wait for the features. Return the seconds from the start of the encoding to the end of the first call."""
+        """Wait for the features. Return the duration of the encoding in seconds.
+
+        The duration ends when the first call returns. Later calls return the same number.
+        """
         mx.eval(self._arrays)
         if self._seconds is None:
             self._seconds = time.monotonic() - self._began
@@ -96,7 +99,7 @@ class FeatureCache:
     def kept_of_step(self, images: ImageRows | None) -> StepImages | None:
         """Return the features of a step's rows, without the rows of images whose features are not kept.
 
-        None if all rows are left out.
+        The result is None if all rows are left out.
         """
         if images is None or all(source[0] in self._features for source in images.sources):
             return self.of_step(images)

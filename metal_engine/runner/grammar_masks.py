@@ -50,7 +50,7 @@ class GrammarState:
         self._num_tokens += len(token_ids)
 
     def take_failed_calls(self) -> int:
-        """Return how many tool calls of the output have had failing grammars since this method was last called."""
+        """Return the number of tool calls whose grammars have failed since the last call of this method."""
         failed = self._matcher.num_unconstrained_calls - self._num_failed
         self._num_failed += failed
         return failed

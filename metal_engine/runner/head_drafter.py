@@ -1,19 +1,19 @@
 """Drafts of a model's draft head (:mod:`metal_engine.models.draft_head`).
 
-The head follows every step of its model, in the step's own graph. Each row's hidden state, with the token after the
-row, becomes the head's K and V at the row's slot. The head therefore never has to catch up::
+The head runs in every step of its model, in the step's own graph. From a row's hidden state and the token after the
+row, it computes its K and V for the row's slot. The head therefore never lacks the KV of a token::
 
     tokens       t0 t1 t2 t3 | t4 d5 d6     a step with two drafts, after a step that sampled t4
     hidden       h0 h1 h2 h3 | h4 h5 h6
-    next tokens  t1 t2 t3 t4 | s5 s6 s7     samples, still on the device; s5 = d5, s6 != d6: s6 is the last known token
+    next tokens  t1 t2 t3 t4 | s5 s6 s7     samples; if s5 = d5 and s6 != d6, then s6 is the last known token
     KV at slot   0  1  2  3  | 4  5  6      slot 6 is void, and the next step writes it again
     carried      .  .  .  g3 | .  g5 .      the head's output at the row before the last known token
 
 Before the next step, the LM head turns the carried output into the first draft. For each further draft, the head
 alone runs again, and its last output replaces the hidden state.
 
-If plans request no drafts, steps compute only the head's K and V. The first plan that requests drafts again gets no
-drafts, because no output was carried. The next plan gets drafts.
+After several decode steps without requested drafts, steps compute only the head's K and V, and carry no output. The
+next plan that requests drafts gets none, and the plan after it gets drafts.
 
 If the token after a row has the feature of an image, the head gets the feature. A chunk may end before an image that is
 not encoded yet. The head then gets the embedding of the image token, so its drafts may be worse.
@@ -53,7 +53,7 @@ class _Carried:
     Attributes:
         output: the head's output at all rows that sample in a step, [R, hidden_size].
         row: index of the request's row in ``output``.
-        num_tokens: number of known tokens of the request, after which the row predicts the next token.
+        num_tokens: number of known tokens of the request for which the output is valid.
     """
 
     output: mx.array
@@ -99,7 +99,10 @@ class HeadDrafter:
     # --- following the model ---
 
     def follow(self, step: TargetStep, tokens: mx.array | None) -> FollowedByHead:
-        """Build the head's part of a step, on the step's hidden states and samples."""
+        """Build the head's part of a step, on the step's hidden states and samples.
+
+        Computes the head's output only if it may be carried. Otherwise, computes only K and V.
+        """
         assert step.hidden is not None
         rows = step.batch.rows
         next_tokens = _next_tokens(step, tokens)
@@ -121,10 +124,10 @@ class HeadDrafter:
         return FollowedByHead(self, step, num_new_traces, None, self.head.pool.writes_done_marker())
 
     def finish_step(self, carried: dict[str, _Carried | None], num_new_traces: int) -> None:
-        """Replace the carried outputs of the requests of a step that has completed.
+        """Replace the carried outputs of the requests that sampled in a completed step.
 
         Args:
-            carried: new outputs by request id; None to carry no output.
+            carried: request id -> new output; None to carry none for this request.
             num_new_traces: number of traces whose first forward was in the step.
         """
         self._num_new_traces -= num_new_traces
@@ -177,7 +180,8 @@ class HeadDrafter:
     def draft(self, table: RequestTable, plan: SchedulerOutput) -> Drafting | None:
         """Compute the drafts of requests with a carried output. Return None if the plan requests no drafts.
 
-        Raises the error of a failed forward. The failure does not affect the model's KV, but the head may lose its KV.
+        Other requests get no drafts: their lists are empty. Raises the error of a failed forward. The failure does not
+        affect the model's KV, but the head may lose its KV.
         """
         wanted = wanted_drafts(plan)
         if not wanted:

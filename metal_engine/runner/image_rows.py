@@ -59,7 +59,8 @@ class ImageTable:
     def rotary_positions(self, indices: np.ndarray, rows: StepRows) -> np.ndarray | None:
         """Return rotary positions for the rows of a step, [N] int32, or [3, N] if the axes of some row differ.
 
-        None if no request of the table has positions on axes. The rotary positions then equal ``rows.positions``.
+        Return None if no request of the table has positions on axes. The rotary positions then equal
+        ``rows.positions``.
 
         Args:
             indices: [B], index of each request of the step.
@@ -115,7 +116,8 @@ class ImageTable:
 
         Args:
             indices: [B], index of each request of the step.
-            ahead: distance from a row to the token whose feature is returned. 1: the token after the row.
+            ahead: distance in tokens from a row to the token whose feature is returned. 0 is the row's own token, and 1
+                is the token after it.
         """
         found, sources = [], []
         for request in np.flatnonzero(rows.context_lens + ahead < self._image_stops[indices]).tolist():

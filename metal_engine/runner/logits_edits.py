@@ -79,11 +79,14 @@ class RequestEdits:
 
     Args:
         rules: ``params`` resolved for the model's vocabulary.
-        token_ids: all tokens of the request so far, [T] int32. :meth:`catch_up` processes the output tokens among them.
+        token_ids: all tokens of the request so far, [T] int32. Only the prompt is read. :meth:`catch_up` processes the
+            output tokens.
         num_prompt_tokens: number of prompt tokens at the start of ``token_ids``.
 
     Attributes:
-        num_processed: number of tokens of the request, prompt included, up to the last one that was processed.
+        num_processed: number of the request's leading tokens, prompt included, that were processed.
+        counts: token counts for penalties; None without penalties.
+        grammar: position of the output in its grammar; None without a grammar.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class RequestEdits:
             self.grammar.consume(new, drafts)
 
     def observe(self, new: list[int]) -> None:
-        """Process ``new``, the tokens after the first ``num_processed``, like :meth:`catch_up` but without masks."""
+        """Update token counts and grammar state with ``new``, the next tokens, without starting to compute masks."""
         self._count(new)
         if self.grammar is not None:
             self.grammar.observe(new)
@@ -129,7 +132,7 @@ class RequestEdits:
             self.counts.add(new)
 
     def has_edits_after(self, drafts: Sequence[int]) -> bool:
-        """Return True if the logits of the token after ``drafts``, or of one of the drafts, need edits."""
+        """Return True if the logits of the next token, or of a token after one of ``drafts``, need edits."""
         grammar = self.grammar
         return self._always_edits or grammar is None or grammar.must_go_on or not grammar.is_free_after(drafts)
 
@@ -167,8 +170,8 @@ class StepEdits:
 
     Attributes:
         rows: indices of the E rows among the step's rows of logits.
-        grammars: rows with a grammar: index among the E rows, position in the grammar, and number of drafts before the
-            row.
+        grammars: (index among the E rows, state of the grammar, number of drafts before the row) for each row that
+            needs a mask.
     """
 
     def __init__(self) -> None:

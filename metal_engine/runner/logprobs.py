@@ -1,4 +1,4 @@
-"""Log probabilities of tokens and of the most likely alternatives, from the raw logits before edits and temperature."""
+"""Log probabilities of tokens and of the most likely alternatives. They ignore logits edits and the temperature."""
 
 from __future__ import annotations
 

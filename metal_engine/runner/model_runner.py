@@ -51,9 +51,9 @@ class ModelRunner:
 
     Attributes:
         pool: KV cache and recurrent states of the model.
-        allow_queued_dispatch: see above; may change between steps.
+        allow_queued_dispatch: value of the argument. The caller may change it between steps.
         replay: traces of decode steps; None if steps are never replayed.
-        replays: True to replay decode steps if possible; may change between steps.
+        replays: True to replay decode steps if possible. The caller may change it between steps.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class ModelRunner:
     def execute(self, plan: SchedulerOutput, on_built: Callable[[], None] = lambda: None) -> PendingStep:
         """Build and start a step: one forward over every packed row and one sampling pass.
 
-        Raises any error of building the step. The cache is then unchanged. An error of the dispatch is raised by
-        :meth:`PendingStep.result`.
+        Raises any error of building the step. The cache is then unchanged, but requests of the plan may have been added
+        or dropped. An error of the dispatch is raised by :meth:`PendingStep.result`.
 
         Args:
-            on_built: callback, called once the plan has been accepted, before any array of its graph is evaluated.
+            on_built: callback that is called when the plan has been accepted, before the step is dispatched.
         """
         if self._steps and not self._is_async:
             raise RuntimeError("without async scheduling, finish a step before starting the next step")
@@ -243,8 +243,8 @@ class ModelRunner:
         """Run a step's forward, replayed or newly built.
 
         Returns:
-            The logits of the rows ``logits_indices``, [R + T, vocab_size], with the hidden states if a drafter needs
-            them. The second result is the outcome; None if some rows do not sample, or if replay was not requested.
+            First, the logits of the rows ``logits_indices``, [R + T, vocab_size], with the hidden states if a drafter
+            needs them. Second, the outcome of replay. It is None if some rows do not sample, or if replay is off.
         """
         input_ids, adapters = self._input_ids(batch), self._adapter_rows(batch)
 
@@ -330,7 +330,10 @@ class ModelRunner:
             step.error = error
 
     def _remaining_writes(self, step: PendingStep) -> list[mx.array]:
-        """Return arrays whose evaluation completes the step's writes to the cache, if its results do not."""
+        """Return the arrays to evaluate so that all writes of the step to the cache are executed.
+
+        Empty if the evaluation of the step's results executes all writes.
+        """
         if not step.results or step.moves_states:  # only intermediate chunks, or copied states
             return [self.pool.writes_done_marker()]
         # Results depend on the recurrent states that a step reads, but not on the states that it writes.
@@ -384,10 +387,13 @@ class ModelRunner:
         return output
 
     def _recover(self, step: PendingStep, error: Exception) -> None:
-        """Recover from a failed step: drop the steps built on it, and restore the KV cache.
+        """Recover from a failed step: drop the steps built on it, and make the KV cache usable again.
 
-        A step queued behind the failed step computes with invalid inputs and writes to the cache. The cache is then
-        reallocated.
+        If a part of the step was evaluated asynchronously, the cache's arrays are unreliable. The cache is then
+        reallocated and empty.
+
+        Raises:
+            KVCacheLostError: the cache was reallocated.
         """
         if self.replay is not None:
             behind = [s.decode_forward for s in self._steps if s.is_dispatched and s.decode_forward]
@@ -423,7 +429,7 @@ class ModelRunner:
         return True
 
     def close(self) -> None:
-        """Free the KV caches of the model and the drafter, and end the streams of the calling thread.
+        """Free the KV caches of the model and the drafter, close the KV connector, and end the thread's MLX streams.
 
         Call it in the thread that ran the steps.
         """

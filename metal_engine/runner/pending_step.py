@@ -34,7 +34,7 @@ class PendingStep:
         moves_states: True if the step copies recurrent states to slots or into another order.
         first_part: array that completes the first part of a dispatch in two parts; None after the dispatch.
         is_dispatched: True if the step was submitted to the device, or its dispatch failed (``error``).
-        root: final arrays of the step, set at the dispatch.
+        root: arrays whose evaluation executes the whole step, set at the dispatch.
         has_second_part: True if the second part has not been dispatched yet.
         has_queued_successor: True if the next step was queued behind this step.
         error: error of the dispatch.
@@ -107,9 +107,10 @@ class PendingStep:
                 self.error = error
 
     def wait(self) -> None:
-        """Wait until the device has completed the step, and raise its error if it failed.
+        """Wait until the device has completed the step. Raise the step's error if it or its dispatch failed.
 
-        The step has then also released all arrays that it read, unless another step is queued behind it.
+        Sets ``encode_seconds``, and starts the time of ``next_encoding``. Afterwards, the step has also released all
+        arrays that it read, unless another step is queued behind it.
         """
         if self.error is not None:
             raise self.error
@@ -132,7 +133,7 @@ class PendingStep:
                     self.next_encoding.wait()
 
     def release(self) -> None:
-        """Drop all arrays: each unevaluated array refers to arrays of the KV cache. The step is then unusable."""
+        """Drop all arrays, because an unevaluated array refers to arrays of the KV cache. The step is then unusable."""
         self.before = self.first_part = self.root = self.shared = self.saves = self.follow = self.followed = None
         self.encoding = self.next_encoding = None
         self.sampling.release()

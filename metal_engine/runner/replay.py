@@ -8,12 +8,12 @@ Sizes are therefore rounded up to size classes, and a trace is kept for each com
     states         | s0 s1 s2 s3 s4 .. .. .. |    recurrent states; padding rows have arbitrary states
     attention tables: see the backend's ``tables``
 
-Everything that changes from step to step, including the KV cache, is an argument and a result of the trace. A trace
-therefore does not refer to the pool, and writes are in place as in a built step. A trace does refer to the model's
-weights, so it must not outlive the model.
+Everything that changes from step to step is an argument of the trace. The arrays of the KV cache are arguments, and
+their new versions are results. A trace therefore does not refer to the pool, and writes are in place as in a built
+step. A trace does refer to the model's weights, so it must not outlive the model.
 
-If the previous step had the same rows, recurrent states are passed in as that step has left them. Otherwise they are
-first gathered by separate operations.
+If the previous step had the same requests in the same order, its recurrent states are passed to the trace unchanged.
+Otherwise, separate operations gather the states of the step's requests first.
 """
 
 from __future__ import annotations
@@ -139,7 +139,10 @@ class DecodeReplay:
         self._traces.clear()
 
     def learn(self, attention: StepAttention) -> None:
-        """Record from a built step which attention variants the model's layers use."""
+        """Record which attention variants the model's layers use, from the attention of a built step.
+
+        Only the first record counts. Steps of a model with attention are not traced before it.
+        """
         if self._work_keys is None and isinstance(attention, ReplayableAttention):
             self._work_keys = attention.work_keys or None
 
@@ -149,12 +152,13 @@ class DecodeReplay:
         """Run the forward of a step in which every row samples.
 
         Args:
-            inputs: arrays of the model's ``forward_of_arrays`` before the positions, [N, ...] each.
+            inputs: first arguments of the model's ``forward_of_arrays``, up to the positions, [N, ...] each.
             rows: validated rows.
             build: builds the graph of the step if it is not replayed.
 
         Returns:
-            The result of the step's forward, and the outcome: replayed, traced, or the reason why it was built.
+            The result of the step's forward, and the outcome: ``replayed``, ``traced``, or the reason why it was built
+            (:class:`metal_engine.step.DecodeForward`).
         """
         if self.refusal is not None or self._backend is None:
             return build(), "refused"
@@ -215,7 +219,10 @@ class DecodeReplay:
             self.refuse(f"a step failed that was replayed for the first time ({one_line(error)})")
 
     def _not_replayed(self) -> DecodeOutcome:
-        """Return the outcome of a step whose trace ran Python code. Disable replay if MLX does not trace functions."""
+        """Return the outcome of a step for which MLX called the traced function again instead of replaying the trace.
+
+        Disables replay if MLX does not trace functions at all.
+        """
         if _compiles():
             return "traced"
         self.refuse("MLX compiles nothing")
@@ -236,7 +243,10 @@ class DecodeReplay:
         return self._num_seen[key] >= self._trace_at
 
     def _padded(self, rows: StepRows) -> StepRows | None:
-        """Return the step padded to a size class, or None if a trace cannot handle its recurrent states."""
+        """Return the step padded to a size class. Return None if the step's recurrent states do not suit a trace.
+
+        They suit a trace if all requests have an initial state and the same number of rows.
+        """
         if not self._pool.is_recurrent:
             return padded(rows, self._padding_block)
         if not _are_alike(rows):
@@ -307,7 +317,7 @@ def is_decode(plan: SchedulerOutput, rows: StepRows, num_logits: int) -> bool:
 
 
 def _compiles() -> bool:
-    """Return True if MLX traces functions. With ``mx.disable_compile`` it silently runs them each time."""
+    """Return True if ``mx.compile`` traces functions. After ``mx.disable_compile``, it runs them in each call."""
     num_runs = 0
 
     def function(x: mx.array) -> mx.array:

@@ -1,8 +1,8 @@
 """Compares replayed decode steps with the same steps built in Python, when a server starts.
 
-A trace differs from the operations that it replaces. MLX fuses some operations into new kernels, which Metal compiles.
-Therefore a few steps run both ways before the first request. This also compiles the kernels at startup instead of at a
-user's third token.
+A trace differs from the operations that it replaces: MLX fuses some operations into new kernels, which Metal compiles.
+Therefore, a few steps run both ways before the first request. This also compiles the kernels at startup, not at the
+third token of the first request.
 """
 
 from __future__ import annotations
@@ -80,9 +80,10 @@ def _largest_gap(
     seed: int,
     deadline: CheckDeadline,
 ) -> float:
-    """Return the largest difference between logits of replayed and of built steps, over the largest built logit.
+    """Return the largest difference between the logits of a replayed step and of the same step built.
 
-    NaN if a difference is NaN; 0 if no step was replayed.
+    Each difference is divided by the largest magnitude of the built step's logits. The result is NaN if a difference is
+    NaN, and 0 if no step was replayed.
     """
     gaps = [0.0]
     num_rows = len(block_table)

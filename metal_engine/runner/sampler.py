@@ -50,7 +50,7 @@ class SamplingTable:
 
 
 def position_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return a random key for each (seed, position): SplitMix64's output after ``position + 1`` steps from the seed.
+    """Return a random key for each pair of seed and position: output number ``position`` of SplitMix64 from the seed.
 
     Args:
         seeds: [R] uint64.
@@ -144,7 +144,10 @@ def _mass_limit(below: mx.array, limit: mx.array, top_p: np.ndarray, _top_k: np.
 
 
 def _mass_limit_of_few(below: mx.array, limit: mx.array, top_p: np.ndarray, top_k: np.ndarray) -> mx.array:
-    """Compute :func:`_mass_limit` for rows in which ``limit`` leaves at most ``top_k`` [R] tokens, apart from ties."""
+    """Compute :func:`_mass_limit` for rows in which ``limit`` leaves at most ``top_k`` [R] tokens.
+
+    Tokens as likely as the last of them do not count.
+    """
     nearest = _smallest(below, int(top_k.max()))
     last = mx.exp(-limit)
     num_last = (below == limit).sum(axis=-1, keepdims=True)
@@ -158,13 +161,14 @@ def _mass_limit_of_few(below: mx.array, limit: mx.array, top_p: np.ndarray, top_
 
 
 def _bisect(values: mx.array, is_enough: Callable[[mx.array], mx.array]) -> mx.array:
-    """Return the smallest limit for which the values within it suffice: [R, V] float32, not negative -> [R, 1].
+    """Return the smallest limit of each row for which ``is_enough`` is True, [R, 1] float32.
 
     The result is exact. Takes 31 passes of comparing and adding, which is less than sorting a vocabulary.
 
     Args:
-        is_enough: callback with the values within a limit, [R, V] bool. Returns for each row whether they suffice,
-            [R, 1] bool; True if all values are within the limit.
+        values: [R, V] float32, not negative.
+        is_enough: function that receives which values are at most the limit, [R, V] bool, and returns [R, 1] bool. If
+            True for a limit, it must be True for all larger limits. It must be True if all values are within the limit.
     """
     bits = values.view(mx.int32)
     low = mx.full((values.shape[0], 1), -1, mx.int32)  # not enough

@@ -41,14 +41,14 @@ def measure_step_bytes(
 
     The first requests get as many tokens as possible, and the remaining requests one token each. If layers have an
     index, all requests also have a context, so that their rows select keys. Sampling uses top-p, the expensive path.
-    The step also serves as a warm-up that compiles kernels. A small step is run several times, and the largest result
-    counts. The pool of the model is not allocated afterwards.
+    The step also serves as a warm-up that compiles kernels. A step with a small result is run several times, and the
+    largest result counts. Allocates the pool of the model, and releases it at the end.
 
     Args:
         max_positions: maximum length of a request; None: no limit.
         head: draft head that follows the step; None without a draft head.
-        max_over_ranks: returns the maximum of a number over all ranks, given its name and this rank's number. All ranks
-            then run the same steps equally often.
+        max_over_ranks: function that returns the maximum of a number over all ranks, from its name and this rank's
+            number. It makes all ranks run the step equally often.
 
     Returns:
         Peak memory in bytes, minus the memory in use before the step, which includes the weights and the step's KV.

@@ -62,7 +62,10 @@ class PooledPrompt:
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one prompt whose hidden states this step sums: a slice of the rows given to :meth:`StepPooling.build`."""
+    """Rows of one prompt whose hidden states this step sums.
+
+    ``start`` and ``end`` are a range of the hidden states given to :meth:`StepPooling.build`.
+    """
 
     prompt: PooledPrompt
     start: int

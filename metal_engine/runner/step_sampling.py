@@ -37,7 +37,7 @@ class _PromptRows:
 class StepSampling:
     """Sampling of one step. Order of use: construct, :meth:`build`, evaluate, :meth:`result`.
 
-    The constructor updates the edits of each sampling request with its tokens, on the host only.
+    The constructor updates the logits edits of each sampling request with the request's new tokens, on the host only.
 
     Args:
         allow_late_masks: True if a token may be recomputed because its grammar mask is late. Otherwise, the step waits
@@ -112,10 +112,10 @@ class StepSampling:
         return edits if edits.rows else None
 
     def _give_up(self, row: int, message: str) -> None:
-        """Handle a row at which no token can be sampled. Without drafts before the row, its request fails.
+        """Handle a row at which no token can be sampled. If no draft is before the row, its request fails.
 
-        With drafts before the row, the drafts that lead to it are rejected. If the request samples the same tokens, its
-        next step reaches the row without drafts.
+        Otherwise, the last draft before the row is rejected, and so are all later drafts. If that draft is then sampled
+        anyway, the next step reaches the row without drafts.
         """
         request_id, num_drafts = self._row(row)
         if num_drafts:
@@ -197,7 +197,7 @@ class StepSampling:
 
     @property
     def late_req_ids(self) -> set[str]:
-        """Requests whose grammar mask was not ready in time, or was not known to be needed.
+        """Requests with void samples: their grammar mask was not ready in time, or was not known to be needed.
 
         Valid after :meth:`build` or :meth:`set_late_requests`.
         """
@@ -251,7 +251,7 @@ class StepSampling:
         self.tokens = self._logprobs = self._prompt_logprobs = None
 
     def _match(self, output: ModelOutput, logprobs: list[TokenLogprobs | None]) -> None:
-        """Keep the samples of each request whose preceding drafts are all accepted.
+        """Count each request's accepted drafts, and keep the sample after the last accepted draft.
 
         A draft is accepted if it equals the token sampled in its place, and all drafts before it are accepted::
 
@@ -259,8 +259,9 @@ class StepSampling:
             samples   = draft 0    = draft 1    x         -        2 accepted, then x
 
         Args:
-            output: output with the samples of all rows, [R]. Afterwards, it has one sample per request.
-            logprobs: log probabilities of each row, [R].
+            output: output with the samples of all rows, [R]. Afterwards, it has one sample per request, the numbers of
+                accepted drafts, and the log probabilities of accepted drafts and samples.
+            logprobs: log probabilities of each row's sample, [R]; None if not requested.
         """
         samples, output.sampled_token_ids = output.sampled_token_ids, []
         first = 0

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 
 class TokenBroadcast:
-    """Sends rank 0's samples to every rank by a sum to which the other ranks add zeros. All ranks get the same tokens.
+    """Sends rank 0's samples to every rank. The ranks compute a sum, to which all ranks except rank 0 add zeros.
 
     The sum is an unevaluated array, so the next step can be built before the tokens are computed.
     """

@@ -39,7 +39,10 @@ def fused_views() -> Iterator[None]:
 
 
 class _Views:
-    """Maps each view that this thread has created to its base array, which has the same elements in the same order."""
+    """Map from each view that the constructing thread has created to its base array.
+
+    The base array has the same elements in the same order.
+    """
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -50,9 +53,9 @@ class _Views:
         """Return the replacement of a function of an array.
 
         Args:
-            shape_after: function that returns the result's shape, given the array's shape and the arguments, or None if
-                the call must not be merged. If ``shape_after`` itself is None, ``original`` modifies the array in
-                place.
+            shape_after: function of the array's shape and the call's arguments. It returns the shape of the result, or
+                None if the call must not be merged. If ``shape_after`` itself is None, ``original`` modifies the array
+                in place.
         """
 
         def merging(array: mx.array, *args: Any, **options: Any) -> Any:
