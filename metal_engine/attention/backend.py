@@ -1,4 +1,4 @@
-"""Interface of an attention backend: it plans a step's attention from its rows, and every layer uses the plan."""
+"""Interface of an attention backend. A backend plans a step's attention from the step's rows, once for all layers."""
 
 from __future__ import annotations
 
@@ -112,7 +112,10 @@ class StepTables:
 
 
 def size_class(n: int) -> int:
-    """Round up to 1, 1.25, 1.5 or 1.75 times a power of two: few sizes, at most a quarter too large."""
+    """Return the smallest number, at least ``n``, that is 1, 1.25, 1.5 or 1.75 times a power of two.
+
+    Rounding sizes in this way leaves few different sizes. A size grows by at most a quarter.
+    """
     step = 1 << max(0, n.bit_length() - 3)
     return -(-n // step) * step
 
@@ -129,13 +132,14 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class ReplayableAttention(StepAttention, Protocol):
-    """Attention of a step whose work can be planned as arrays for later steps (:class:`ReplayableBackend`)."""
+    """Attention of a step by a :class:`ReplayableBackend`. It records how its layers attend, for later steps."""
 
     @property
     def work_keys(self) -> Hashable:
-        """Keys of the work plans that the step's layers have used, such as windows. Complete after all layers' calls.
+        """Parameters of the work plans that the step's layers have requested, such as their windows.
 
-        All steps of a model have equal keys.
+        The argument of :meth:`ReplayableBackend.tables`. Complete after the calls of all layers. All steps of a model
+        have equal keys.
         """
         ...
 
@@ -147,13 +151,13 @@ class ReplayableBackend(Protocol):
     def for_step(self, rows: StepRows) -> ReplayableAttention: ...
 
     def tables(self, rows: StepRows, work_keys: Hashable) -> StepTables | None:
-        """Plan a step's attention as arrays of sizes that other steps share.
+        """Plan a step's attention as arrays whose sizes are rounded up, so that many steps have the same sizes.
 
         Args:
             rows: rows of the step.
             work_keys: :attr:`ReplayableAttention.work_keys` of an earlier step.
 
         Returns:
-            The arrays; None if the step needs too much memory.
+            The arrays; None if the step's attention needs too much memory.
         """
         ...

@@ -1,4 +1,4 @@
-"""Selects the attention backend for a setting on this machine, and the backend of each of a model's layers."""
+"""Selects the attention backend for ``--attention-backend`` on this machine, and the code for each layer of a model."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class ChosenAttention:
     """The attention backend of a model, and the number of layers that the kernel and MLX's operations compute.
 
     Attributes:
-        backend: backend that computes all layers.
-        layers: numbers of layers by the code that computes them, for reports.
+        backend: backend for all layers.
+        layers: numbers of layers that the kernel and MLX's operations compute, with reasons, for reports.
         metal: backend of the Metal kernel, or None if no layer uses the kernel.
         kinds: kinds of the model's layers, in order.
         not_covered: kinds of layers that MLX's operations compute -> reason.
@@ -78,11 +78,11 @@ class ChosenAttention:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """Meaning of the backend setting on this machine. :meth:`for_layers` applies it to a model's layers.
+    """Backend that ``--attention-backend`` selects on this machine. :meth:`for_layers` applies it to a model's layers.
 
     Attributes:
         metal: backend of the Metal kernel; None if the kernel is not used.
-        is_strict: True to raise an error for a layer that the kernel does not support.
+        is_strict: True to raise an error for a layer that the kernel does not support (``metal``).
         tuner: source of cuts for each kind of layer, or None for the default cut.
         tensor_ops: state of tensor operations with the reason; empty if the GPU lacks them.
         clock: function that returns seconds.
@@ -95,14 +95,16 @@ class BackendChoice:
     clock: Callable[[], float] = time.monotonic
 
     def for_layers(self, kinds: Sequence[AttentionKind], block_size: int) -> ChosenAttention:
-        """Select what computes each layer of a model. Tries the kernel for each kind of layer.
+        """Select the kernel or MLX's operations for each layer of a model. Tries the kernel for each kind of layer.
+
+        If the kernel with tensor operations fails or takes too long to compile, tries it again without them.
 
         Args:
             kinds: kinds of the model's layers, in order.
             block_size: tokens of a block.
 
         Raises:
-            UnsupportedAttentionError: the setting is ``metal``, and the kernel does not support, or fails for, a layer.
+            UnsupportedAttentionError: the setting is ``metal``, and a layer is unsupported or the kernel fails for it.
         """
         if self.metal is None:
             return ChosenAttention(PortableBackend(), AttentionLayers(portable=len(kinds)))
@@ -142,7 +144,7 @@ class BackendChoice:
         block_size: int,
         max_over_ranks: MaxOverRanks = lambda what, number: number,
     ) -> ChosenAttention:
-        """Select whether kernels or MLX's operations select keys and attend to selected keys. Tries the kernels.
+        """Decide if kernels select keys and attend to them, or MLX's operations. Tries the kernels.
 
         Args:
             chosen: result of :meth:`for_layers`.
@@ -190,10 +192,13 @@ class BackendChoice:
         from_rank_zero: FromRankZero = lambda what, own: own(),
         max_over_ranks: MaxOverRanks = lambda what, number: number,
     ) -> ChosenAttention:
-        """Return the attention backend with the fastest cut for each kind of layer; without a tuner, ``chosen``.
+        """Return the attention backend with the fastest cut for each kind of layer. Return ``chosen`` without a tuner.
+
+        A kind of layer may also change to MLX's operations, if they are much faster. If a choice fails its check on any
+        rank, no choice is used.
 
         Args:
-            chosen: result of :meth:`for_layers`.
+            chosen: result of :meth:`for_layers` or :meth:`for_index`.
             block_size: tokens of a block.
             from_rank_zero: returns the decision of rank 0, so that all ranks have the same choices.
             max_over_ranks: returns the maximum of a number over all ranks.
@@ -291,7 +296,7 @@ def _all_work(metal: MetalBackend, kinds: Iterable[AttentionKind], block_size: i
 
 
 def choose_backend(setting: str, block_size: int, tuning: str = "never") -> BackendChoice:
-    """Return the choice for a setting.
+    """Return the backend choice for the settings of the attention.
 
     ``auto`` uses the kernel for the layers that it supports if Metal is available, and MLX's operations for all other
     layers. ``metal`` uses only the kernel.
@@ -302,8 +307,8 @@ def choose_backend(setting: str, block_size: int, tuning: str = "never") -> Back
         tuning: value of --attention-tuning.
 
     Raises:
-        ConfigError: ``metal`` does not work on this machine or with this block size, or
-            ``tuning`` is ``auto`` and no cache directory can be used.
+        ConfigError: the setting is ``metal``, and this machine lacks Metal or the kernel does not support the block
+            size. Also raised if ``tuning`` is ``auto`` and there is no cache directory.
     """
     has_metal = mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
     if setting == "mlx" or (setting == "auto" and not has_metal):

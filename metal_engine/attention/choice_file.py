@@ -74,7 +74,7 @@ def name_of(kind: AttentionKind, block_size: int) -> str:
 
 
 def describe_machine(num_cores: int | None) -> dict[str, str]:
-    """Return the facts that measured times depend on: GPU and software versions."""
+    """Return the facts that measured times depend on: GPU, software versions, and a hash of the kernels."""
     gpu = mx.device_info(mx.gpu)
     return {
         "gpu": f"{gpu.get('device_name')}, {gpu.get('architecture')}, {num_cores} cores",
@@ -108,7 +108,10 @@ class TunedChoiceFile:
         self.path = folder / f"{digest[:16]}.json"
 
     def read(self) -> dict[str, TunedChoice]:
-        """Return the choices by name of the kind of layer; empty if there is no usable file. Log a damaged file."""
+        """Return the choices by :func:`name_of` the kind of layer. Empty if no file exists or the file is damaged.
+
+        A damaged file is logged.
+        """
         try:
             return self._load()
         except _UNUSABLE as error:
@@ -118,8 +121,8 @@ class TunedChoiceFile:
     def add(self, choices: Mapping[str, TunedChoice]) -> dict[str, TunedChoice]:
         """Add choices to the file. Return the file's choices for the same kinds of layers.
 
-        If another process has already stored a choice for a kind of layer, its choice is kept and returned. The file is
-        replaced atomically. Write errors are logged.
+        If the file already has a choice for a kind of layer, such as from another process, the file's choice is kept
+        and returned. The file is replaced atomically. Write errors are logged.
         """
         kept: dict[str, TunedChoice] = {}
         with suppress(*_UNUSABLE):

@@ -38,13 +38,13 @@ TOP_K = 600  # keys
 
 @dataclass(frozen=True)
 class IndexKind:
-    """An index of a model.
+    """Kind of a model's indexes.
 
     Attributes:
         num_heads: number of query heads of the index.
-        spec: spec of its keys.
+        spec: spec of the index keys.
         size: number of keys that a row selects.
-        has_weights: True if one score is the weighted sum of all heads.
+        has_weights: True if the score of a key is the weighted sum of the products of all heads.
     """
 
     num_heads: int
@@ -54,7 +54,7 @@ class IndexKind:
 
 
 def unsupported_index(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKind], block_size: int) -> str:
-    """Return the property of a model's index or layers that the kernels do not support, or an empty string."""
+    """Return the property of a model's index or layers that the kernels do not support. Empty if they support all."""
     queries, _ = random_index(index, shuffled_rows([(1, 0)], block_size))
     assert metal.index_kernels is not None
     if why := metal.index_kernels.unsupported(queries, index.spec, block_size):

@@ -3,17 +3,17 @@
 MLX's operations select keys and attend to them on any device (:mod:`metal_engine.attention.portable.indexed`). On
 Metal, kernels do this (:mod:`metal_engine.attention.metal.indexed`).
 
-An index stores a key for each token. In a step, the index scores, for each row r, every key j of the row's request. Row
-r attends to the ``top_k`` visible keys with the largest scores. DeepSeek's index has one score for all heads::
+An index stores a key for each token. In a step, it computes a score for each row r and each key j of the row's request.
+Row r attends to the ``top_k`` visible keys with the largest scores. DeepSeek's index has one score for all heads::
 
     score[r, j] = sum over heads h of weights[r, h] * max(0, queries[r, h] . index_keys[j])
 
-MiniMax's index selects for each KV head, by ``queries[r, h] . index_keys[j]``. It selects ``top_k`` blocks of keys: the
-last blocks, and the blocks of the keys with the largest scores.
+MiniMax's index selects keys for each KV head separately. The scores are ``queries[r, h] . index_keys[j]``. It selects
+``top_k`` blocks of keys: the last blocks, and the blocks of the keys with the largest scores.
 
-If scores are equal, the index selects the lowest positions. The selection is then the same on any device and with any
-chunks. If a request has no more keys than a row selects, its rows attend to all keys: a backend computes these rows as
-in other layers.
+If scores are equal, the index selects the lowest positions, so that the selection is the same on any device and for any
+division of the prompt into chunks. If a request has no more keys than a row selects, its rows attend to all keys. A
+backend computes these rows as in layers without an index.
 
 The rows that select keys are planned once per step, in tiles. A tile has rows of one request with many rows, or of
 several requests with few rows each, such as decodes. Memory is limited to a few tiles of scores, for contexts of any
@@ -49,8 +49,9 @@ class SelectionSize:
     """Number of keys that a row selects.
 
     Attributes:
-        top_k: number of blocks.
-        block_size: tokens of a block.
+        top_k: number of blocks that a row selects.
+        block_size: tokens of a block of the index, which is unrelated to the blocks of the KV cache. 1 to select single
+            keys.
         num_local: number of last blocks that a row always selects, including the block of its own position.
     """
 
@@ -178,9 +179,11 @@ class SelectionPlan:
     _attention: dict[Hashable, StepAttention] = field(default_factory=dict)
 
     def full_attention(self, owner: object, for_step: Callable[[StepRows], StepAttention]) -> StepAttention:
-        """Return the attention of ``full_step``. Its first call for an ``owner`` creates it with ``for_step``.
+        """Return the attention of ``full_step``. The first call for each ``owner`` creates it with ``for_step``.
 
-        ``owner`` is the attention of the whole step.
+        Args:
+            owner: attention of the whole step by one backend.
+            for_step: function of the same backend that plans a step's attention.
         """
         assert self.full_step is not None
         if id(owner) not in self._attention:
@@ -196,8 +199,8 @@ class KeySelection:
         plan: plan of the step.
         positions: for each tile, positions of the selected keys, [T, R, G, K] int32. G is 1, or the number of KV heads
             if each KV head has its own keys. A position is -1 if a row sees fewer keys.
-        sorted_size: number of keys that a row selects, if each row's positions rise, with -1 at the end. The kernel
-            requires this order. None for any other order.
+        sorted_size: number of keys that a row selects. None if the positions of a row may be unsorted. The kernel
+            requires sorted positions: they rise, and -1 comes at the end.
     """
 
     plan: SelectionPlan
@@ -218,7 +221,9 @@ class KeySelection:
 
 
 def plan_selection(rows: StepRows, num_keys: int, dims: Dims, limits: Limits | None = None) -> SelectionPlan | None:
-    """Divide a step's rows for an index. Return None if no request has more than ``num_keys`` keys.
+    """Divide a step's rows into rows that select keys and rows that attend to all keys.
+
+    Returns None if no request has more than ``num_keys`` keys, so that all rows attend to all keys.
 
     Args:
         rows: rows of the step.
@@ -268,7 +273,10 @@ def _group(rows: StepRows, segments: list[RowSegment]) -> _PlannedTile:
 
 
 def _tiles(rows: StepRows, segment: RowSegment, least_keys: int, limits: Limits) -> Iterator[_PlannedTile]:
-    """Yield the tiles of one request with many rows. A tile's keys end with the last key that one of its rows sees."""
+    """Yield the tiles of one request with many rows.
+
+    The keys of a tile end with the last key that its last row sees, but a tile has at least ``least_keys`` keys.
+    """
     keys = _Keys(rows, np.array([segment.request]), np.array([segment.key_end]))
     size = max(1, min(limits.tile_rows, limits.scores // (_SORTED_ARRAYS * segment.num_keys)))
     for lo in range(0, segment.num_rows, size):
@@ -295,7 +303,7 @@ def attend_selected(
     scale: float,
     attend_tile: AttendTile,
 ) -> mx.array:  # [N, Hq, Dv], dtype of q; for latents, the latent_dim columns
-    """Compute attention of every packed row to its selected keys, or to all keys if its request has few.
+    """Compute attention of every packed row to its selected keys, or to all keys if its request has few keys.
 
     Args:
         selection: keys that rows attend to.

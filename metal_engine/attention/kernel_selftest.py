@@ -3,12 +3,12 @@
 A Mac compiles a kernel at its first use. That may fail with an error of the compiler, a pipeline with too few threads,
 or too much threadgroup memory. Therefore all variants that serving uses run here on random numbers:
 
-- a decode of one row alone
-- a step with a chunk and two decodes: the context of one decode is split and merged
-- with tensor operations or a measured cut: a longer chunk
-- for a model with images whose tokens attend to each other: a step with such images
+- a step with only one decode
+- a step with a chunk and two decodes, in which the context of one decode is split and merged
+- with tensor operations or a measured cut, a step with a longer chunk
+- for a model with images whose tokens attend to each other, a step with such images
 
-The results are compared with the portable backend's.
+The results are compared with the results of the portable backend.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def try_kernel(metal: MetalBackend, kind: AttentionKind, block_size: int) -> Non
 def try_images(metal: MetalBackend, kind: AttentionKind, block_size: int) -> None:
     """Compute a step with images whose tokens attend to each other, and compare it with the portable backend.
 
-    Has the arguments of :func:`try_kernel`.
+    Takes the arguments of :func:`try_kernel`.
 
     Raises:
         UnsupportedAttentionError: the kernel does not support the shape.
@@ -100,7 +100,10 @@ def _compare(backend: MetalBackend, kind: AttentionKind, rows: StepRows, step: s
 
 @contextmanager
 def running() -> Iterator[None]:
-    """Convert errors of kernels within a ``with`` block to KernelFailedError, and discard errors that streams keep."""
+    """Convert errors of kernels within a ``with`` block to KernelFailedError. Discard the errors that streams store.
+
+    UnsupportedAttentionError is not converted.
+    """
     try:
         yield
     except UnsupportedAttentionError:

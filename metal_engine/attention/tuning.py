@@ -4,8 +4,8 @@ A kind of layer has one choice for all steps, because a choice changes rounding:
 have another order. With a choice per step, outputs would depend on other requests in the batch.
 
 The fields of a cut are decided in the order of ``TRIED``, each with the best values of earlier fields. Runs of a
-candidate and of the best cut alternate, because the GPU's clock rate rises during the measurement. A candidate must
-first produce the same results as MLX's operations.
+candidate and of the best cut alternate, because the GPU's clock rate rises during the measurement. A candidate is timed
+only if its results are equal to those of MLX's operations.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class Tuner:
     def choose(
         self, metal: MetalBackend, kinds: Sequence[AttentionKind], block_size: int, *, may_use_mlx: bool
     ) -> dict[str, TunedChoice]:
-        """Return the choice for each kind of layer, by name. Add measured choices to the file.
+        """Return the choice for each kind of layer, by :func:`name_of`. Add new choices to the file.
+
+        Measures only kinds that the file lacks. If no time is left, the choice of the remaining kinds is the default.
 
         Args:
             metal: backend of the kernel.
@@ -143,7 +145,7 @@ class _OfKind:
         self._longest = 0.0  # seconds of the slowest candidate
 
     def choose(self, *, may_use_mlx: bool) -> TunedChoice:
-        """Return the best choice found within the time limit; the default if the default cannot be measured in time."""
+        """Return the best choice found within the time limit. Return the default if it cannot be measured."""
         speedup = 1.0
         if self._timed("the default", self._prepare) is None:
             return TunedChoice()
@@ -160,7 +162,7 @@ class _OfKind:
         return TunedChoice(self._best, speedup)
 
     def _candidates(self) -> Iterator[Cut]:
-        """Yield cuts that differ from the best cut in one field, without cuts whose work has been measured."""
+        """Yield cuts that differ from the best cut in one field. Leave out cuts whose launches have been measured."""
         seen = {self._metal.work_of(self._kind, self._block_size, DEFAULT_CUT)}
         for name, values in TRIED.items():
             for value in values[1:]:
@@ -171,7 +173,10 @@ class _OfKind:
                     yield cut
 
     def _timed(self, what: str, measure: Callable[..., float], *arguments: Any) -> float | None:
-        """Run ``measure`` and return its ratio. Log an error and return None if the candidate fails."""
+        """Run ``measure`` and return its ratio. Return None if the candidate fails or the time limit is reached.
+
+        Logs the failure, and adds the time to ``spent``.
+        """
         self._began = self._clock()
         try:
             ratio = measure(*arguments)
@@ -191,7 +196,10 @@ class _OfKind:
             self._longest = max(self._longest, seconds)
 
     def _prepare(self) -> float:
-        """Create the steps with K and V, and set the length of their runs from times with the default cut. Return 1."""
+        """Create the steps to time, and K and V. Return 1, the ratio of the default.
+
+        Times each step with the default cut to choose the number of layers in a run.
+        """
         assert isinstance(self._state, KVState)
         bytes_per_block = self._state.spec.bytes_per_token * self._block_size
         most_blocks = max(1, _KV_BYTES // bytes_per_block)

@@ -46,14 +46,14 @@ class _Uploaded:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """Launch parameters of the kernels for layers with equal arguments: everything except the layers' own arrays.
+    """Launch parameters of the kernels, shared by layers with equal arguments. Only the layers' arrays are missing.
 
     Attributes:
         kernel: the attention kernel.
         tables: inputs after q, K and V, without the sinks.
-        options: other arguments of the launch.
-        merge_rows: input of the merge; None if nothing is split.
-        merge_options: other arguments of the merge's launch.
+        options: arguments of the kernel's launch other than inputs.
+        merge_rows: input of the merge kernel that lists the rows to merge; None if nothing is split.
+        merge_options: arguments of the merge kernel's launch other than inputs.
     """
 
     kernel: Callable[..., Any]
@@ -80,7 +80,7 @@ class MetalStep:
 
     @property
     def work_keys(self) -> tuple[_ItemsKey, ...]:
-        """Kinds of work items that layers have requested."""
+        """Parameters of the work items that layers have requested."""
         return tuple(self._uploaded)
 
     def _items(
@@ -109,7 +109,8 @@ class MetalStep:
     ) -> mx.array:  # [N, Hq, Dv], dtype of q; for latents, the latent_dim columns
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`.
 
-        For a selection, the kernel needs sorted positions for each KV head. MLX's operations compute other selections.
+        For a selection, the kernel needs sorted positions, separately for each KV head. MLX's operations compute
+        attention to other selections.
 
         Raises:
             UnsupportedAttentionError: the kernel does not support the shape.
@@ -320,13 +321,13 @@ class MetalBackend:
         return kind
 
     def work_of(self, kind: AttentionKind, block_size: int, cut: Cut) -> Hashable:
-        """Return a key for the GPU's work on a kind of layer with a cut. Cuts with equal keys have equal launches."""
+        """Return a key of the launches for a kind of layer with a cut. Cuts with equal keys have equal launches."""
         shape = make_shape(kind.dtype, kind.num_heads, kind.spec, block_size)
         uses_tensor_ops = self.has_tensor_ops and fits_tensor_ops(shape, cut)
         return variant_of(shape, cut), cut.threadgroups_per_core, uses_tensor_ops
 
     def attention_for(self, shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> Callable[..., Any]:
-        """Return the kernel for all steps of a shape. Decodes use the same kernel alone and together with prefills."""
+        """Return the kernel for all steps of a shape. Decodes use it alone and together with prefills."""
         with_tensor_ops = self.quantized_tensor_attention if shape.bits else self.tensor_attention
         if with_tensor_ops is not None and fits_tensor_ops(shape, cut):
             return with_tensor_ops
@@ -345,7 +346,7 @@ class MetalBackend:
         return other
 
     def with_cuts(self, cuts: Mapping[AttentionKind, Cut]) -> MetalBackend:
-        """Return a backend with the same kernels and another division of the work for some kinds of layers."""
+        """Return a backend with the same kernels and these cuts. Kinds of layers without a cut have the default."""
         other = copy(self)
         other.cuts, other._kinds = cuts, {}
         return other
@@ -366,7 +367,10 @@ class MetalBackend:
         return self.target_threadgroups // THREADGROUPS_PER_CORE
 
     def threadgroups_of(self, per_core: int) -> int:
-        """Return the approximate number of threadgroups of a request, for a cut's number of threadgroups per core."""
+        """Return the approximate number of threadgroups into which a request is split.
+
+        ``per_core`` is the cut's number of threadgroups for each core.
+        """
         return self.target_threadgroups * per_core // THREADGROUPS_PER_CORE
 
     def plan(self, rows: StepRows, key: _ItemsKey) -> WorkItems:

@@ -14,7 +14,8 @@ THREADGROUPS_PER_CORE = 8
 class Cut:
     """A division of the kernel's work for one kind of layer. Layers without tuning have the defaults.
 
-    All steps of a kind of layer have one cut, because cuts round differently. ``variants`` defines the terms.
+    All steps of a kind of layer have one cut, because cuts round differently. The terms are defined in
+    :mod:`metal_engine.attention.metal.variants`.
 
     Attributes:
         threadgroups_per_core: threadgroups for each core of the GPU into which a request is split.
@@ -34,7 +35,11 @@ class Cut:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Cut:
-        """Return the cut that has the ``fields``. Raises ValueError if a field has a value that is never tried."""
+        """Return the cut that has the ``fields``.
+
+        Raises:
+            ValueError: a field is missing or unknown, or has a value that tuning never tries.
+        """
         if fields.keys() != TRIED.keys():
             raise ValueError(f"a cut has the fields {', '.join(TRIED)}, not {', '.join(fields)}")
         for name, value in fields.items():

@@ -4,13 +4,13 @@ Each kernel runs once per tile of a :class:`~metal_engine.attention.indexed.Sele
 
     index_scores               scores of all keys that a tile's rows see, [T * R, S] float32
     index_select               positions of the keys with the largest scores, [T * R, top_k] int32, rising
-    paged_attention_selected   attention, each row, or each KV head of a row, with its own list of positions
-    selected_latents           the same for decodes with many heads over latents
-    merge_splits               if the lists are split
+    paged_attention_selected   attention of each row, or of each KV head of a row, to the keys in its own list
+    selected_latents           replaces paged_attention_selected for decodes with many heads over latents
+    merge_splits               merges the parts of lists that are split
 
-A list has the positions of the keys that one row has selected. Lists are planned as contexts: each row is a decode
-whose context is its list. In a tile of requests with few rows, a list is split as if its row were alone. A decode
-therefore has the same bits in every batch. The lists of a long chunk share the device.
+A list has the positions of the keys that one row has selected. The planner treats each row as a decode, and the row's
+list as its context. In a tile of requests with few rows, a list is split as if its row were the only row of the step. A
+decode therefore has the same bits in every batch. In a tile of a long chunk, the lists share the device.
 """
 
 from __future__ import annotations
@@ -75,7 +75,12 @@ class TileTables:
         return np.stack([self.tile.packed, self.tile.own_positions.ravel(), requests], axis=1).astype(np.int32)
 
     def blocks(self, block_size: int, num_heads: int) -> mx.array:
-        """Return (packed row, block of the row, request) of each row and head of an index of blocks, [T * R * G, 3]."""
+        """Return (packed row, block of the row's position, request) of each row and head, [T * R * G, 3] int32.
+
+        Args:
+            block_size: tokens of a block of the index.
+            num_heads: number of heads of the index, G.
+        """
         if (block_size, num_heads) not in self._blocks:
             rows = self._rows().repeat(num_heads, axis=0)
             rows[:, 1] //= block_size
@@ -96,8 +101,8 @@ class IndexKernels:
 
     Attributes:
         attention: kernel of attention to selected keys.
-        quantized_attention: the same for quantized latents.
-        selected_latents: kernel of the same attention for decodes with many query heads.
+        quantized_attention: kernel of attention to selected keys in a quantized cache.
+        selected_latents: kernel of attention to selected latents, for decodes with many query heads.
     """
 
     def __init__(self, kernel_factory: KernelFactory) -> None:
@@ -120,7 +125,7 @@ class IndexKernels:
         self.selected_latents = SelectedLatents(kernel_factory)
 
     def unsupported(self, index: IndexQueries, spec: IndexSpec, block_size: int) -> str:
-        """Return the property of an index that the kernels do not support, or an empty string."""
+        """Return the property of an index that the kernels do not support. Empty if they support the index."""
         size, dtype = index.size, index.queries.dtype
         if index.weights is None and (size.block_size % KEYS_OF_SCORE or not size.num_local):
             return f"an index of blocks of {size.block_size} keys, of which {size.num_local} are local"
@@ -325,7 +330,7 @@ class SelectedRows:
         return self._ranges[key]
 
     def _list_items(self, kind: LayerKind, tile: Tile, size: SelectionSize, target: int) -> _ListItems:
-        """Return the work items of a tile's lists: each list is planned as the context of one decode.
+        """Return the work items of a tile's lists. Each list is planned as the context of one decode.
 
         ``target`` is the approximate number of threadgroups into which a list is split.
         """

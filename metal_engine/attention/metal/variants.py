@@ -114,10 +114,11 @@ class KernelVariant:
         parts: number of SIMD groups that share the columns of a direct item.
         held: number of key fragments that a SIMD group loads together.
         k_columns: number of columns of a key that a lane loads at a time.
-        rest_columns: the same for a latent's position part.
-        v_columns: the same for a value.
+        rest_columns: number of columns of a latent's position part that a lane loads at a time.
+        v_columns: number of columns of a value that a lane loads at a time.
         staged_parts: number of SIMD groups that share the columns of a staged item; 0 if no item is staged.
-        bk: splits of a context begin at multiples of this number of keys. A stage has :func:`stage_keys` keys.
+        bk: step of splits in keys. A split starts a multiple of ``bk`` keys after the first key of its tile. Without
+            tensor operations, a stage has :func:`stage_keys` keys, which may be fewer.
     """
 
     strips: int
@@ -165,9 +166,9 @@ def check_supported(shape: AttentionShape) -> None:
 
 
 def _check_quantized(shape: AttentionShape, refuse: Callable[[str], None]) -> None:
-    """Call ``refuse`` for shapes in which a group of columns that share a scale would end within a chunk of loads.
+    """Call ``refuse`` with the reason if the kernel does not support a quantized shape.
 
-    A chunk is four loads (attention_quantized.metal).
+    A group of columns that share a scale must not end within a chunk of four loads (attention_quantized.metal).
     """
     if shape.bits not in QUANTIZED_BITS or shape.group_size not in QUANTIZED_GROUPS:
         refuse(f"integers must have {' or '.join(map(str, QUANTIZED_BITS))} bits, in groups of 64 or 32")
@@ -241,8 +242,13 @@ def fits_tensor_ops(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> bool:
 def _strips(shape: AttentionShape, widest: int, most_strips: int, *, is_staged: bool) -> int:
     """Return the maximum number of row fragments of a direct item.
 
-    If registers allow it, an item has all query heads of a KV head, so that a decode reads each key once. Otherwise the
-    item is staged, or the heads are divided among several items if the shape cannot be staged.
+    If possible, a direct item has all query heads of a KV head, so that a decode reads each key once. Otherwise, such
+    rows are computed by staged items. If the shape cannot be staged, the heads are divided among several direct items.
+
+    Args:
+        widest: larger number of columns of K and V.
+        most_strips: maximum of the cut.
+        is_staged: True if the shape has staged items.
     """
     wanted = -(-shape.group // 8)
     if is_staged:
@@ -263,10 +269,10 @@ def _parts(dim: int, strips: int) -> int:
 
 
 def _parts_of_groups(shape: AttentionShape, strips: int, parts: int) -> int:
-    """Return ``parts``, halved until each SIMD group has only whole quantization groups of V's columns.
+    """Return ``parts``, halved until no two SIMD groups share a quantization group of V's columns.
 
-    Stops earlier if a lane would need more than ``ROWS_REGISTERS`` registers for the queries and the output. If SIMD
-    groups share a quantization group, each of them reads its scale.
+    SIMD groups that share a quantization group would each read its scale. Halving stops earlier if a lane would need
+    more than ``ROWS_REGISTERS`` registers for the queries and the output.
     """
 
     def registers(parts: int) -> int:  # registers of a lane for the queries and the output
@@ -286,7 +292,8 @@ def columns_of_loads(shape: AttentionShape, parts: int) -> tuple[int, int, int]:
     """Return the division of a key in direct items.
 
     Returns:
-        Columns of a key that a lane loads at a time, the same for a latent's position part, and fragments in each part.
+        Columns of a key that a lane loads at a time, columns of a latent's position part that a lane loads at a time,
+        and fragments of a key in each part.
     """
     if not shape.is_latent:
         columns = _columns_of_load(shape.head_dim, shape, parts)
@@ -300,8 +307,9 @@ def columns_of_loads(shape: AttentionShape, parts: int) -> tuple[int, int, int]:
 def _columns_of_load(dim: int, shape: AttentionShape, parts: int) -> int:
     """Return the number of columns that a lane loads at a time from ``dim`` columns of a row.
 
-    This is the largest load, up to 16 bytes, that divides every row of the cache. A smaller load is used if the largest
-    takes over 10% more fragments than necessary, because a SIMD group has whole chunks of four loads.
+    A load has at most 16 bytes, and its size divides the size of every row of the cache. The result is the largest such
+    load that takes at most 10% more fragments than necessary. A SIMD group has whole chunks of four loads, so a large
+    load can take more fragments.
     """
     rows = (dim, shape.head_dim, shape.v_head_dim) if shape.is_latent else (dim,)
     if shape.bits:

@@ -1,8 +1,8 @@
 """Variable-length paged attention in plain MLX operations: the Metal kernel's reference, and the backend on a CPU.
 
 ``planning`` divides a step into units that gather only keys that one of their rows may see. This module computes the
-units. The softmax is online: (maximum, sum, output) per row is updated tile by tile, in float32 and base 2. Memory is
-limited to a few tiles of scores per stream, for contexts of any length. ``attend`` only builds the graph.
+units. The softmax is online: each row's maximum, sum and output are updated tile by tile, in float32 and base 2. Memory
+is limited to a few tiles of scores per stream, for contexts of any length. ``attend`` only builds the graph.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PortableStep:
 
     @property
     def work_keys(self) -> tuple[_WorkKey, ...]:
-        """Kinds of work that layers have requested."""
+        """Parameters for which layers have requested work."""
         return tuple(self._work)
 
     def work(self, window: int | None, dims: Dims, chunk: int | None = None) -> Work:
@@ -153,7 +153,7 @@ class PortableStep:
 
 
 def _initial_state(sinks: mx.array | None, queries: Queries, num_kv_heads: int) -> SoftmaxState | None:
-    """Return the state after the sink, which acts as a first key with a value of zero."""
+    """Return the state after the sink, which acts as a first key with a value of zero. None without sinks."""
     if sinks is None:
         return None
     t, r, group = queries.num_requests, queries.num_rows, sinks.size // num_kv_heads
@@ -190,7 +190,10 @@ class PortableBackend:
         return PortableStep(rows, self._limits, self._weights)
 
     def tables(self, rows: StepRows, work_keys: Hashable) -> StepTables | None:
-        """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`. None if keys fill several spans."""
+        """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`.
+
+        Returns None if the rows together have too many keys for one gather.
+        """
         assert isinstance(work_keys, tuple)
         arrays: list[mx.array] = []
         for window, dims, chunk in work_keys:
@@ -212,7 +215,7 @@ def _decodes_as_arrays(
     """Return the keys that each row reads, and a mask of the keys that it sees, in arrays of sizes that steps share.
 
     Every packed row is treated as a request with one row, even if several rows belong to one request. All rows are
-    padded to the same number of keys (the drawing in ``planning`` shows such a group).
+    padded to the same number of keys, as in the drawing of a group in ``planning``.
 
     Returns:
         Indices for ``KVState.read_heads``, [N, Hkv, S] int32, and the mask, 0 or ``MASKED``, [N, 1, 1, 1, S] float32.

@@ -74,8 +74,9 @@ def _cost(num_rows: int, num_keys: int) -> int:
 def group_segments(segments: Iterable[RowSegment], dims: Dims, limits: Limits) -> list[list[RowSegment]]:
     """Return groups of similar segments.
 
-    Padding a group to its largest rows and keys costs at most max(group_slack, group_waste * real work). A group of
-    several segments needs only one span.
+    All segments of a group are padded to the largest numbers of rows and keys in the group. Padding costs at most
+    ``max(group_slack, group_waste * real work)``, in units of :func:`_cost`. The keys of a group with several segments
+    fit one span.
     """
     groups: list[list[RowSegment]] = []
     rows = keys = real = 0
@@ -102,10 +103,8 @@ def group_segments(segments: Iterable[RowSegment], dims: Dims, limits: Limits) -
 def in_lanes(groups: list[list[RowSegment]], dims: Dims, limits: Limits) -> list[tuple[int, list[RowSegment]]]:
     """Assign groups to two streams, called lanes 0 and 1. Return (lane, group) pairs, in which a group may be divided.
 
-    Decodes are divided so that both lanes gather about the same number of keys.
-
-    A gather uses one core, even if BLAS uses more. Groups with several rows stay on lane 0: their products use all
-    cores.
+    Decodes are divided so that both lanes gather about the same number of keys, because a gather uses only one core.
+    Groups whose requests have several rows stay on lane 0, because BLAS uses all cores for their products.
     """
     # Keys of each decode with padding; 0 for groups that are not decodes.
     keys = [

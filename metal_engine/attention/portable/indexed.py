@@ -39,7 +39,7 @@ def select_keys(
         plan: plan of the step.
         index: queries of the index.
         state: keys of the index, which include those of this step.
-        common: returns the selection that all ranks use.
+        common: function that returns the selection that all ranks use, given this rank's selection.
     """
     selected: list[mx.array] = []
     last: list[mx.array] = []
@@ -109,7 +109,9 @@ def keys_of_blocks(blocks: mx.array, positions: mx.array, block_size: int) -> mx
 
 
 def largest(scores: mx.array, positions: mx.array, top_k: int) -> mx.array:
-    """Return the positions of the largest scores that rows see, in any order. Of equal scores, the lowest positions.
+    """Return the positions of the largest scores that rows see, in any order.
+
+    If scores are equal, the lowest positions are selected.
 
     Args:
         scores: score of each key by its position, [..., S] float32.

@@ -1,4 +1,4 @@
-r"""Plans the portable backend's work in a step on the host: the keys that each row is multiplied with, and the tiles.
+r"""Plans the portable backend's work in a step on the host: the keys for each row, and the tiles of rows and keys.
 
 A step's rows are divided into *units*. A unit gathers only keys that one of its rows may see:
 
@@ -370,10 +370,15 @@ class _Planner:
     def edges(
         self, lo: int, hi: int, num_rows: int, tile_rows: int, tile_keys: int, *, is_causal: bool
     ) -> tuple[mx.array, ...]:
-        """Return biases [num_rows, 1, hi - lo] for keys lo : hi relative to a tile's first query; () if all are seen.
+        """Return biases, [num_rows, 1, hi - lo] each, for a score tile; () if every row sees every key.
 
-        ``tile_rows`` and ``tile_keys`` are the maximum rows and keys of the segment's tiles. ``is_causal`` is False if
-        the rows see later keys.
+        Args:
+            lo: first key, as a position relative to the tile's first query.
+            hi: end of the keys, as a position relative to the tile's first query.
+            num_rows: rows of the tile.
+            tile_rows: maximum rows of the segment's tiles.
+            tile_keys: maximum keys of the segment's tiles.
+            is_causal: False if the rows also see later keys.
         """
         if (tile_rows, tile_keys) not in self._edges:
             row = np.arange(tile_rows)[:, None, None]

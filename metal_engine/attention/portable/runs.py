@@ -1,10 +1,10 @@
 """Decodes that read most of their keys directly from the cache.
 
 The keys of all KV heads of a token are treated as one row, [Hkv * D]. A query is padded with zeros in the columns of
-other KV heads. A run of consecutive slots is then a contiguous matrix in the cache, which a product reads directly.
-Gathering the keys first, head by head, would take longer than everything else. The zeros cost little: the product has
-few rows of queries and many keys, so memory bandwidth limits its speed. Keys outside the run are gathered, for all
-requests together.
+other KV heads. A run of consecutive slots is then a contiguous matrix in the cache, which a product reads directly. A
+gather of the keys, head by head, would take longer than all other work. The zeros cost little: the product has few rows
+of queries and many keys, so memory bandwidth limits its speed. Keys outside the runs are gathered, for all requests
+together.
 """
 
 from __future__ import annotations
