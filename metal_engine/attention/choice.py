@@ -144,7 +144,7 @@ class BackendChoice:
         block_size: int,
         max_over_ranks: MaxOverRanks = lambda what, number: number,
     ) -> ChosenAttention:
-        """Decide if kernels select keys and attend to them, or MLX's operations. Tries the kernels.
+        """Decide if the kernels of the index are used, or MLX's operations instead. Tries the kernels.
 
         Args:
             chosen: result of :meth:`for_layers`.
@@ -296,7 +296,7 @@ def _all_work(metal: MetalBackend, kinds: Iterable[AttentionKind], block_size: i
 
 
 def choose_backend(setting: str, block_size: int, tuning: str = "never") -> BackendChoice:
-    """Return the backend choice for the settings of the attention.
+    """Return the backend choice for the settings ``--attention-backend`` and ``--attention-tuning``.
 
     ``auto`` uses the kernel for the layers that it supports if Metal is available, and MLX's operations for all other
     layers. ``metal`` uses only the kernel.

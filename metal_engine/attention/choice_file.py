@@ -108,7 +108,7 @@ class TunedChoiceFile:
         self.path = folder / f"{digest[:16]}.json"
 
     def read(self) -> dict[str, TunedChoice]:
-        """Return the choices by :func:`name_of` the kind of layer. Empty if no file exists or the file is damaged.
+        """Return name -> choice, with the names of :func:`name_of`. Empty if the file is missing or damaged.
 
         A damaged file is logged.
         """

@@ -85,7 +85,7 @@ class Tuner:
     def choose(
         self, metal: MetalBackend, kinds: Sequence[AttentionKind], block_size: int, *, may_use_mlx: bool
     ) -> dict[str, TunedChoice]:
-        """Return the choice for each kind of layer, by :func:`name_of`. Add new choices to the file.
+        """Return name -> choice for each kind of layer, with the names of :func:`name_of`. Add new choices to the file.
 
         Measures only kinds that the file lacks. If no time is left, the choice of the remaining kinds is the default.
 

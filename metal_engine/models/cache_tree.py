@@ -9,7 +9,7 @@ from mlx_lm.models.cache import CacheList
 
 
 class CacheGroup:
-    """Several caches of one layer, read by index, e.g. ``cache[0]``. Replaces mlx-lm's ``CacheList``."""
+    """Several caches of one layer. Replaces mlx-lm's ``CacheList``."""
 
     def __init__(self, caches: Iterable[Any]) -> None:
         self.caches = tuple(caches)

@@ -46,7 +46,7 @@ LOGITS_TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 2e-1}
 # then differ greatly. The check is repeated with other tokens, because a bug shows in every attempt.
 _ATTEMPTS = {mx.float32: 1, mx.float16: 3, mx.bfloat16: 3}
 
-# Returns the maximum of a number over all ranks that share a model. The string describes the number for messages.
+# Returns the maximum of a number over all ranks that share a model. The string names the number.
 MaxOverRanks = Callable[[str, int], int]
 
 
@@ -262,7 +262,7 @@ class _ExactCache(AttentionOwner):
 
 
 def _in_float32(part: Any) -> Any:
-    """Return an array of numbers as float32. Return anything else unchanged: boolean masks, strings, None."""
+    """Convert numbers to float32. Boolean masks, strings and None are returned unchanged."""
     return part.astype(mx.float32) if isinstance(part, mx.array) and part.dtype != mx.bool_ else part
 
 

@@ -62,7 +62,7 @@ class RecordingKVState(QuantizedKVState):
         self.recorded = {}
 
     def rounded(self, rows: mx.array) -> mx.array:
-        """Return rows after quantization and dequantization, in float32. The shape stays the same."""
+        """Return rows after quantization and dequantization, float32."""
         group_size, bits = self.spec.group_size, self.spec.bits
         packed, *of_groups = mx.quantize(rows.astype(self.spec.dtype), group_size=group_size, bits=bits)
         scales, biases = (array.astype(mx.float32) for array in of_groups)

@@ -68,7 +68,7 @@ class SelectionCheck:
     def own_cache(self, cache: IndexCache, own: Any, first_block: int) -> IndexOwner:
         """Return the cache for mlx-lm's own forward pass of one request through the index of a layer.
 
-        The cache compares the keys that mlx-lm's index selects with the recorded ones, and updates :attr:`worst`.
+        The cache compares the keys that mlx-lm's index selects with the recorded selection, and updates :attr:`worst`.
 
         Args:
             cache: cache of the index in packed steps.

@@ -21,7 +21,7 @@ from metal_engine.device.info import computes_on_cpu
 def _on_cpu(*arrays: mx.array) -> bool:
     """Return True if MLX computes on the CPU and all arrays are float32.
 
-    Replaced functions call it every time, because they are replaced for all models of the process.
+    Each call of a replacement checks this, because the replacements affect all models of the process.
     """
     return computes_on_cpu() and all(array.dtype == mx.float32 for array in arrays)
 
@@ -37,7 +37,7 @@ _compiled_silu_times = CompiledByShape(_silu_times)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """Return silu(gate) * x, element by element. Replaces mlx-lm's ``activations.swiglu``."""
+    """Compute silu(gate) * x for arrays of any shape."""
     if _on_cpu(gate, x) and gate.shape == x.shape and gate.size >= MIN_SWIGLU:
         return _compiled_silu_times(gate, x)
     return _mlx_lm_swiglu(gate, x)
@@ -106,7 +106,7 @@ class TableRoPE(nn.RoPE):
         return (_rotated_neighbours if self.traditional else _rotated_halves)(x, cos, sin)
 
     def _table(self, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Return cosines and sines, each [N, 1, 1, dims / 2]. Computes them as MLX's rotation of the vector (1, 0)."""
+        """Return cosines and sines, each [N, 1, 1, dims / 2]: MLX's rotation of the vector (1, 0) of each pair."""
         half = self.dims // 2
         one = [[1.0, 0.0]] * half if self.traditional else [[1.0] * half, [0.0] * half]
         probe = mx.broadcast_to(mx.array(one).reshape(self.dims), (positions.size, 1, 1, self.dims))
@@ -124,7 +124,7 @@ _scaled = CompiledByShape(_scale)
 
 
 class ProductRMSNorm(nn.RMSNorm):
-    """RMSNorm that computes the mean of squares as a matrix product. MLX's RMSNorm on a CPU sums element by element."""
+    """RMSNorm whose sum is a matrix product: MLX's RMSNorm sums along the last axis element by element."""
 
     def __call__(self, x: mx.array) -> mx.array:
         dims = x.shape[-1]
@@ -138,6 +138,6 @@ _FASTER_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.RoPE: TableRoPE, nn
 
 
 def use_faster_layers(model: nn.Module) -> None:
-    """Replace the classes of a model's ``nn.RoPE`` and ``nn.RMSNorm`` layers. Derived classes stay unchanged."""
+    """Replace the classes of a model's plain RoPE and RMSNorm layers. Layers of derived classes stay unchanged."""
     for module in model.modules():
         module.__class__ = _FASTER_LAYERS.get(type(module), type(module))

@@ -139,7 +139,7 @@ def _new_layer(like: nn.Module, index: int, args: Any) -> nn.Module:
         args: mlx-lm's arguments of the model.
 
     Raises:
-        UnsupportedModelError: the class takes other arguments than ``args`` and at most one more.
+        UnsupportedModelError: the class requires more than two arguments.
     """
     cls: Any = type(like)
     required = [p for p in inspect.signature(cls.__init__).parameters.values() if p.default is p.empty][1:]  # not self
@@ -186,7 +186,7 @@ def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequan
 
 
 def _has_any_type(name: str) -> bool:
-    """Return False if MLX requires the weight of this name in float32."""
+    """Return False for weights that MLX takes only in float32."""
     return not name.endswith(".global_scale")
 
 
@@ -222,7 +222,7 @@ class _OnlyWrites:
 
 
 class PagedDraftHead:
-    """Draft head that runs packed rows. The constructor sets the model's pool to one that has the head's states, too.
+    """Draft head that runs packed rows. The constructor adds the head's states to its model's pool.
 
     Args:
         head: head with the weights of a checkpoint.

@@ -106,7 +106,7 @@ class PagedIndex(nn.Module):
 
 
 class IndexOwner:
-    """Interface of the caches of an index's keys that select keys themselves, in place of mlx-lm's index."""
+    """Interface of a cache that stores the keys of an index, and that selects keys in place of mlx-lm's index."""
 
     def select(self, index: PagedIndex, x: mx.array, qr: mx.array | None, mask: Any) -> mx.array | None:
         """Store the keys of rows, and select keys.

@@ -62,7 +62,7 @@ class AttentionOwner:
     """A cache that computes attention when its layer calls mlx-lm's attention function."""
 
     def attend(self, call: AttentionCall, original: Attention) -> mx.array:
-        """Compute attention, [N, num_heads, 1, v_head_dim]. ``original`` is mlx-lm's own attention function."""
+        """Compute attention, [N, num_heads, 1, v_head_dim]. ``original`` is the function that mlx-lm would call."""
         raise NotImplementedError
 
 

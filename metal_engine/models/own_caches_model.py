@@ -44,8 +44,8 @@ def open_paged_model(
 ) -> PagedModel:
     """Return a model for packed steps, or an :class:`OwnCachesModel` if a layer has an unknown kind of cache.
 
-    Takes the arguments and raises the exceptions of :class:`PagedModel`. An :class:`OwnCachesModel` ignores
-    ``recurrence`` and ``kv_cache_dtype``.
+    The arguments and exceptions are those of :class:`PagedModel`. An :class:`OwnCachesModel` ignores ``recurrence`` and
+    ``kv_cache_dtype``.
     """
     try:
         return PagedModel(model, recurrence, kv_cache_dtype=kv_cache_dtype, is_sketch=is_sketch)
@@ -125,7 +125,7 @@ class OwnCachesModel(PagedModel):
 
 
 def _measure(model: nn.Module) -> tuple[int, mx.Dtype, OwnCachesSpec]:
-    """Return the number of logits of a row, their type, and the sizes of the caches. Evaluates nothing."""
+    """Return the number of logits of a row, their type, and the sizes of the caches. Computes nothing."""
     sizes = []  # for each length, the bytes of each layer's cache
     for length in _LENGTHS:
         caches: list[Any] = make_prompt_cache(model)

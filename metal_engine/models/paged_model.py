@@ -167,7 +167,7 @@ class PagedModel:
         self._step.recurrence = None
 
     def enable_lora(self, names: Iterable[str], max_loras: int, max_rank: int) -> AdaptedLayers:
-        """Prepare linear layers for LoRA adapters, set :attr:`adapters`, and return it. Call it at most once.
+        """Prepare linear layers for LoRA adapters, set :attr:`adapters`, and return it. Can be called once.
 
         Args:
             names: names of the linear layers in the model.
@@ -180,7 +180,7 @@ class PagedModel:
         return self.adapters
 
     def add_image_encoder(self, encoder: ImageEncoder) -> None:
-        """Prepare the model for features of images, and set :attr:`images`. Call it at most once.
+        """Prepare the model for features of images, and set :attr:`images`. Can be called once.
 
         Raises:
             UnsupportedModelError: the model cannot take features.

@@ -112,7 +112,7 @@ def _is_shard(whole: Recorder, shard: Recorder, size: int) -> bool:
 
 
 def _has_even_heads(recorder: Recorder, size: int) -> bool:
-    """Return True if ``size`` divides a layer's numbers of heads and KV heads. Always True for recurrent layers."""
+    """Return True if a layer's heads and KV heads divide evenly. Always True for recurrent layers."""
     if not isinstance(recorder, RecordingCache):
         return True
     num_kv_heads = recorder.spec.num_kv_heads if isinstance(recorder.spec, KVSpec) else 0

@@ -27,14 +27,13 @@ MakeCaches = Callable[[], CacheTree]
 # linear, its logits are divided, too. A norm in the head would undo the division.
 _SHRINKING = 16
 
-# Layers whose output has only one rank's columns, such as an LM head that is divided between ranks. Their output is not
-# a hidden state.
+# Layers whose output has only one rank's columns, such as a divided LM head. Their output is not a hidden state.
 _DIVIDED = nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """Module whose output is the input of the LM head.
+    """Last module before the LM head.
 
     Attributes:
         module: the module. Its output has one row per token, [N, 1, width].

@@ -24,8 +24,8 @@ class PackedBatch:
     """Tokens and rows of one step, on the host: N tokens of B requests. R of the N rows sample.
 
     All arrays are int32. ``images`` lists the rows whose tokens have image features, and is None without such rows.
-    ``next_images`` lists the rows whose next tokens have image features. ``next_images`` is None without such
-    rows, and without a draft head.
+    ``next_images`` lists the rows whose next tokens have image features, for a draft head. None means that no draft
+    head needs the list, or that the list would be empty.
     """
 
     input_ids: np.ndarray  # [N]
@@ -77,7 +77,7 @@ class PackedBatch:
 
 
 def _sample_apart(indices: np.ndarray, samples_of: np.ndarray) -> bool:
-    """Return True if the rows that sample have as many distinct table indices as requests.
+    """Return True if the number of distinct table indices equals the number of requests that sample.
 
     Args:
         indices: [R] table index of each row that samples.

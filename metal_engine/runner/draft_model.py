@@ -1,7 +1,7 @@
 """Draft model: drafts tokens that may follow a request's tokens, with its own KV over the request's block table.
 
 Its KV occupies the same slots as the target's KV, in separate arrays. Before the target's step, one forward of the
-draft model computes the tokens without KV of this model and the first draft. Each further draft takes one forward::
+draft model computes the tokens that lack its KV, and the first draft. Each further draft takes one forward::
 
     tokens     t0 ... t5 | t6  t7 |                    t6, t7: new since its last step
     forward 1              t6  t7      -> d0           (if it misses more tokens: a chunk)
@@ -89,8 +89,8 @@ class DraftModel:
     def update(self, plan: SchedulerOutput) -> None:
         """Record which tokens of the plan's new requests have KV of this model. Drop the plan's dropped requests.
 
-        Blocks that the plan loads from a store have no KV of this model. A cached block has it only if this model has
-        computed the block, too.
+        Blocks that the plan loads from a store have no KV of this model. A cached block has KV of this model only if
+        this model has computed the block, too.
         """
         for request_id in plan.dropped_req_ids:
             self._num_computed.pop(request_id, None)

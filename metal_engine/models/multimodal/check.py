@@ -1,4 +1,4 @@
-"""Check at load that images reach a model correctly. Compares the logits of a tiny prompt with those of mlx-vlm."""
+"""Check at load that images reach a model correctly: compares a tiny prompt with mlx-vlm's own forward pass."""
 
 from __future__ import annotations
 

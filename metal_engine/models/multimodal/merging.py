@@ -70,7 +70,7 @@ class ImageInput:
 
 
 def _merging(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
-    """Return a class of embeddings that replaces the embeddings of rows with the running step's features."""
+    """Return a class of embeddings that takes the features of the running step."""
     call: Callable[..., mx.array] = cls.__call__
 
     def embed(self: nn.Module, ids: mx.array) -> mx.array:

@@ -101,7 +101,7 @@ class MlxVlmEncoder:
 
 
 class _Placeholders:
-    """Replacement for a language model. Embeds tokens as zeros, because an encoder's prompt has only image tokens."""
+    """Replacement for a language model that embeds every token as zeros: an encoder's prompt has only image tokens."""
 
     def __init__(self, hidden_size: int, dtype: mx.Dtype) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype

@@ -14,7 +14,7 @@ from metal_engine.models.recurrent.state_cache import OwnedState
 
 
 class _PackedAttention(Attention):
-    """mlx-lm's attention with convolutions over packed rows: our cache provides the row before each packed row."""
+    """mlx-lm's attention, whose convolutions get the row before each packed row from the cache."""
 
     def _custom_convolution(self, u: mx.array, weights: mx.array, state: mx.array | None = None) -> mx.array:
         """Convolve ``u``, [B, num_kv_heads, L, head_dim], which follows ``state``, [B, num_kv_heads, 1, head_dim]."""

@@ -28,7 +28,7 @@ class _NgramEmbedding(NgramEmbedding):
 
 
 def patch_ngrams(model: nn.Module) -> None:
-    """Change the classes of a model's embeddings of n-grams, so that their state has a fixed size in our caches."""
+    """Give a model's embeddings of n-grams a state of fixed size over our caches."""
     for module in model.modules():
         if type(module) is NgramEmbedding:
             module.__class__ = _NgramEmbedding
