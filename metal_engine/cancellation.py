@@ -1,4 +1,4 @@
-"""Cooperative cancellation of work in threads: long-running work checks periodically whether its client has left."""
+"""Cooperative cancellation: work in a thread checks periodically whether its client has disconnected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Cancelled(Exception):
     """The client of the work has disconnected."""
 
 
-# Event that is set when the client of the current work disconnects. The value is None if the work has no client.
+# Event that is set when the client of the current work disconnects; None if the work has no client.
 # ``asyncio.to_thread`` and ``Context.run`` pass the variable to threads.
 caller_disconnected: ContextVar[threading.Event | None] = ContextVar("caller_disconnected", default=None)
 

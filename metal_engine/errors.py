@@ -1,6 +1,6 @@
-"""Errors of settings, models and requests, as types with fields.
+"""Exceptions for faulty settings, models and requests.
 
-A message is one line for the user, with instructions for a fix. Code reads the cause from a field.
+The message is one line for the user, and says how to fix the fault. Code reads the cause from the exception's fields.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UnsupportedModelError(ModelLoadError):
 
 
 class UnknownCacheError(UnsupportedModelError):
-    """A layer stores its state in a cache that a packed step does not support."""
+    """A layer stores its state in a kind of cache that a packed step does not support."""
 
 
 class ModelTooLargeError(ModelLoadError):
@@ -56,7 +56,7 @@ class InsufficientMemoryError(ModelLoadError):
 
 
 class LoadCancelledError(ModelLoadError):
-    """The load was cancelled: the model was to be unloaded, or no request waits for it. The client may retry."""
+    """The load was cancelled, because a client unloads the model or no request waits for it. The client may retry."""
 
 
 class AdapterError(ValueError):
@@ -101,7 +101,8 @@ class ContextLengthError(PromptError):
         name: parameter that is too large: ``prompt``, or ``max_tokens`` if the prompt alone would fit.
         num_prompt_tokens: length of the prompt.
         max_tokens: requested length of the output in tokens; 0 if the prompt alone is too long.
-        limit: maximum length in tokens: of the prompt, or of prompt and output together.
+        limit: maximum length in tokens: of the prompt if ``name`` is ``prompt``, otherwise of prompt and output
+            together.
     """
 
     def __init__(self, name: str, message: str, *, num_prompt_tokens: int, max_tokens: int = 0, limit: int) -> None:
@@ -113,7 +114,10 @@ class ContextLengthError(PromptError):
 
 
 def is_rust_panic(error: BaseException) -> bool:
-    """Return True if the error is a panic of Rust code, whose type is not an Exception and cannot be imported."""
+    """Return True if the error is a panic of Rust code.
+
+    The type of a panic is not a subclass of Exception and cannot be imported, so its name is compared.
+    """
     return not isinstance(error, Exception) and type(error).__name__ == "PanicException"
 
 
@@ -124,7 +128,10 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 
 
 def short(value: Any, limit: int = 60) -> str:
-    """Return the ``repr`` of a value, shortened to ``limit`` characters. Visits only the required part of the value."""
+    """Return the ``repr`` of a value, shortened to ``limit`` characters.
+
+    Of each list, tuple and dict, only the first 20 items are visited, so that a large value does not take long.
+    """
     text = repr(_beginning(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -141,9 +148,10 @@ def _beginning(value: Any, depth: int = 3) -> Any:
 
 
 def clear_traceback_frames(error: BaseException) -> None:
-    """Clear the local variables of the stack frames of an error, and of the errors in its cause and context chain.
+    """Clear the local variables of an error's stack frames, and of the errors that led to it.
 
-    The variables can refer to weights or to arrays of the KV cache, and keep them in memory.
+    The latter are found through ``__cause__``, or through ``__context__`` for an error without a cause. The variables
+    can refer to weights or to arrays of the KV cache, and would keep these arrays in memory.
     """
     seen: BaseException | None = error
     while seen is not None:

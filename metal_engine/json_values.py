@@ -13,7 +13,7 @@ def num_characters(value: Any, *, per_value: int = 64, limit: float = math.inf) 
     Args:
         per_value: number to add for each value, including the names of members. 64 is about the memory of a Python
             object in bytes.
-        limit: size above which the traversal stops. The result then exceeds ``limit``, and may be less than the size.
+        limit: size above which the traversal stops. The result is then a number above ``limit``, not the whole size.
     """
     total = 0
     for one in parts(value):

@@ -86,7 +86,7 @@ class LLM:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """Default parameters, combined with the checkpoint's recommendations (``generation_config``)."""
+        """Parameters that the checkpoint recommends (``generation_config``), and defaults for all other parameters."""
         return SamplingParams(**self.config.model.default_sampling)  # type: ignore[arg-type]
 
     @property
@@ -105,14 +105,15 @@ class LLM:
         """Generate for each prompt (text, or token ids). Results are in the order of the prompts.
 
         Args:
-            sampling_params: parameters for all prompts, or one entry for each prompt.
+            sampling_params: parameters for all prompts, or one entry for each prompt. None:
+                :attr:`default_sampling_params`.
             use_tqdm: True to show a progress bar. The name is vLLM's.
-            lora_request: LoRA adapter for all prompts, or one entry or None for each prompt. With ``enable_lora``, an
-                adapter is loaded if necessary.
+            lora_request: LoRA adapter for all prompts, or a list with an adapter or None for each prompt. With
+                ``enable_lora``, an adapter is loaded if necessary.
 
         Raises:
-            ValueError: a prompt can never be served or has invalid token ids, or an adapter cannot be loaded. Raised
-                before any generation.
+            ValueError: a prompt can never be served or has invalid token ids, an adapter cannot be loaded, or a list
+                has another length than ``prompts``. Raised before any generation.
             RuntimeError: a request failed, or the engine has stopped.
         """
         each: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
@@ -141,7 +142,9 @@ class LLM:
         or ``data:`` URLs.
 
         Args:
-            sampling_params: parameters for all conversations, or one entry for each conversation.
+            messages: one conversation, or a list of conversations.
+            sampling_params: parameters for all conversations, or one entry for each conversation. None:
+                :attr:`default_sampling_params`.
             tools: functions that the model may call, in OpenAI's format. If the chat template takes no tools, a system
                 message describes them. With the ``tool_call_parser`` ``none``, calls stay in the text.
             use_tqdm: True to show a progress bar.
@@ -220,7 +223,10 @@ class LLM:
         return results
 
     def _tool_plan(self, tools: Sequence[Tool], answer_format: AnswerFormat) -> ToolPlan:
-        """Return the plan for using tools. Raises ParameterError if the model cannot be given these tools."""
+        """Return the way in which the model gets the tools, and in which its calls are found.
+
+        Raises ParameterError if the model does not support these tools.
+        """
         takes_tools = self.tokenizer.template_takes_tools
         if tools and takes_tools and not answer_format.finds_calls:
             return ToolPlan(shown=list(tools))
@@ -244,9 +250,9 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
     ) -> Generator[RequestOutput]:
-        """Yield outputs of one prompt as they arrive. Leaving the iteration early aborts the request.
+        """Yield outputs of one prompt as they arrive. Closing the generator early aborts the request.
 
-        The request is checked and submitted when the iteration begins.
+        The request is checked and submitted when the iteration begins, not when this method is called.
 
         Raises:
             ValueError: ``n`` is not 1, or the request can never be served.
@@ -328,7 +334,11 @@ class LLM:
         """Yield outputs of several requests as they arrive. Aborts unfinished requests if the iteration ends early.
 
         Args:
-            sequences: pairs of a request and the index of its output.
+            sequences: pairs of a request and the index of its output, from 0 to ``n`` - 1.
+            ids: new id for each pair, in the same order.
+
+        Raises:
+            RuntimeError: a request failed, or the engine has stopped.
         """
         outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         unfinished = dict.fromkeys(ids)
@@ -350,7 +360,7 @@ class LLM:
                 self._client.abort(request_id)
 
     def _dispatch(self, outputs: list[RequestOutput]) -> None:
-        """Pass each output to the call that waits for its request, if any.
+        """Pass each output of the engine to the call that waits for it. Drop it if that call has ended.
 
         Runs in the engine thread, so that a stop string ends its request before the next step.
         """
@@ -390,7 +400,10 @@ class LLM:
         return self._adapters.load(request.lora_name, request.lora_path, self._thread.call, in_place=True)
 
     def unload_lora_adapter(self, lora_name: str) -> bool:
-        """Unload an adapter, so that its slot becomes free. Return True if an adapter with this name was loaded."""
+        """Unload an adapter. Return True if an adapter with this name was loaded.
+
+        Its slot becomes free when no request uses the adapter any more.
+        """
         return self._adapters is not None and self._adapters.unload(lora_name)
 
     def close(self) -> None:
@@ -416,7 +429,7 @@ def _check_type(params: SamplingParams) -> None:
 
 
 def _check_for_text(params: SamplingParams) -> None:
-    """Check parameters for plain prompts. Raises ParameterError if they need a chat."""
+    """Check the parameters of a prompt that is not a chat. Raises ParameterError if a parameter requires a chat."""
     if params.thinking_token_budget is not None:
         raise ParameterError("thinking_token_budget", "needs a chat, whose reasoning has known marks")
 

@@ -37,7 +37,7 @@ class LoRARequest:
     Attributes:
         lora_name: name of a loaded adapter, or name for the adapter to load from ``lora_path``.
         lora_int_id: id of the adapter in vLLM; ignored here.
-        lora_path: folder of its files.
+        lora_path: folder of the adapter's files. May be empty if the adapter is loaded already.
     """
 
     lora_name: str
@@ -51,9 +51,11 @@ class AdapterTargets:
 
     Attributes:
         shapes: module name -> (number of inputs, number of outputs).
-        refused: module name -> reason why adapters cannot change the layer, for other linear layers.
-        interleaved: module name -> number of heads, for layers whose outputs are in llama.cpp's order. Output 2i + j of
-            a head with n outputs is output j * n / 2 + i in the usual order.
+        refused: module name -> reason why adapters cannot change the layer, for linear layers that are not in
+            ``shapes``.
+        interleaved: module name -> number of heads, for layers whose outputs are in llama.cpp's order. Within a head of
+            n outputs, output 2i + j (j is 0 or 1) is output j * n / 2 + i of the usual order. With n = 4, outputs
+            0, 1, 2, 3 are the usual outputs 0, 2, 1, 3.
         largest: largest weight magnitude that the model's compute dtype can represent.
     """
 

@@ -1,7 +1,6 @@
-"""Phases of an output and the rules of each phase: reasoning, content, tool calls. A part of the sampling parameters.
+"""Phases of an output: reasoning, content and tool calls, each with its rules. They are part of the sampling parameters.
 
-An output is free text until one of these marks appears in it. Marks are found in the text of the tokens, special tokens
-included::
+An output is free text until a mark appears in it. Marks are found in the text of the tokens, special tokens included::
 
     <think> free, at most `budget` tokens </think> content: free, or the structured output
     content, free <tool_call> the call's grammar </tool_call> content, free ...
@@ -21,10 +20,10 @@ class CallEndSearch(Protocol):
     """Search for the end of one tool call."""
 
     def find(self, text: str) -> tuple[int, str] | None:
-        """Return position and text of the call's closing mark. Return None before the mark has arrived.
+        """Return the position of the call's closing mark in ``text``, and the mark. None: it has not arrived yet.
 
         Args:
-            text: text of the call so far, which extends the text of the previous search.
+            text: text of the call so far. It begins with the text of the previous search.
         """
 
 
@@ -34,7 +33,7 @@ class CallText:
 
     Attributes:
         starts: marks that begin a call.
-        end: returns a search for the end of a call; None if calls last until the end of the output.
+        end: function that returns a new search for the end of a call; None if calls last until the end of the output.
         first_starts: marks that begin a call only at the beginning of the content, after white space or reasoning.
     """
 
@@ -106,8 +105,8 @@ class CallTrigger:
             inclusive. After the call, the output is free again.
         arguments: rules of ``grammar`` that depend on the schema of a tool. Each of these rules is one line of
             ``grammar``, ``rule: definition``.
-        heads: texts that follow the mark at the start of calls, each with the name of the rule that derives the rest of
-            such a call. A mark without one of these texts is content. Empty: every mark begins a call.
+        heads: pairs (text, name of a rule). A call begins with the mark and one of the texts. The text's rule derives
+            the rest of the call. A mark that none of the texts follows is content. Empty: every mark begins a call.
         is_whole: True if the call is the whole content. The mark counts only at the beginning of the content, after
             white space or reasoning. The output ends after the call.
     """
@@ -140,9 +139,9 @@ class OutputPhases:
     """Phases of an output.
 
     Attributes:
-        reasoning: reasoning; None if the model does not reason.
-        calls: tool calls whose text is constrained; None to leave all calls free. With a structured output, the content
-            is either the structured output or calls.
+        reasoning: phase of the reasoning; None if the model does not reason.
+        calls: tool calls whose text must match a grammar; None if the text of calls is free. With a structured output,
+            the content is either the structured output or calls.
     """
 
     reasoning: ReasoningPhase | None = None

@@ -1,6 +1,6 @@
 """Images of prompts as plain data: the positions of their tokens, their content hash, and the inputs of the encoder.
 
-Image processors create this data, and the layers below the server exchange it. It does not depend on MLX.
+Image processors create this data. The preparer, the scheduler and the runner use it. It does not depend on MLX.
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ class PromptImages:
         return sum(end - first for first, end in ranges)
 
     def check(self, num_prompt_tokens: int) -> None:
-        """Check the positions against the length of the prompt. Raises ValueError with the reason."""
+        """Check the positions of all images, and that a text token ends the prompt. Raises ValueError with the reason.
+
+        Also checks the dtype and shape of ``axes``.
+        """
         stop = 0
         for image in self.images:
             positions = image.positions

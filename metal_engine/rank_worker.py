@@ -14,9 +14,12 @@ from metal_engine.settings.args import EngineArgs
 
 
 def run_as_follower(args: EngineArgs) -> int:
-    """Load this rank's shard, and compute until rank 0 ends. Return the exit status of the process.
+    """Load this rank's shard, and compute until rank 0 ends.
 
-    Ignores SIGINT from then on.
+    Ignores SIGINT from the call on, also after the return.
+
+    Returns:
+        Exit status of the process: 0 if rank 0 has ended, 1 if this rank has failed or a rank was lost.
 
     Raises:
         ConfigError: the settings cannot work.

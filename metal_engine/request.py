@@ -119,7 +119,7 @@ def _union(eos_token_ids: frozenset[int], stop_token_ids: tuple[int, ...]) -> fr
 
 
 def client_id(request_id: str) -> str:
-    """Return the id under which the client submitted a request, from the request's id in the engine.
+    """Return the client's id of a request, given the request's id in the engine: ``"a#7"`` -> ``"a"``.
 
     The ids differ: a client may reuse an id at once, while a step in flight computes the aborted request.
     """
@@ -158,17 +158,18 @@ class Request:
         seed: seed of this output's random draws.
         cache_salt: requests share cached prefixes only with requests that have the same salt.
         block_hashes: hashes of the full blocks of ``token_ids``, with this salt, as far as they have been computed.
-        num_cached_tokens: number of prompt tokens found in the prefix cache or in a store at the first admission; -1
-            before it.
+        num_cached_tokens: number of prompt tokens found in the prefix cache or in a store at the first admission. -1
+            before the first admission.
         num_external_tokens: number of cached tokens whose KV came from a store.
         num_registered_blocks: number of leading blocks that are registered in the prefix cache.
-        sort_key: order of service; lower goes first.
-        last_step: id of the last step that computed tokens of the request; -1 before the first.
+        sort_key: (priority, arrival). Requests with lower keys are served first.
+        last_step: id of the last step that computed tokens of the request; -1 before the first step.
         num_preemptions: number of times that the request was preempted.
         num_failures: number of failed steps that computed the request since its last token.
         num_draft_tokens: (number of proposed drafts, number of accepted drafts).
         num_predicted_tokens: (number of accepted drafts, number of rejected drafts) from the client's predicted text.
-        is_constrained: True if the next token has to match a grammar, as far as the output is known.
+        is_constrained: True if the next token has to match a grammar. With a grammar and ``so_far``, also True until
+            the first step, because the phase of the output is unknown.
     """
 
     request_id: str
@@ -335,7 +336,10 @@ class RequestOutput:
 
 
 def merge_outputs(outputs: list[RequestOutput]) -> RequestOutput:
-    """Merge consecutive outputs of one request, at least one. An error output is returned alone: it has no counts."""
+    """Merge consecutive outputs of one request, at least one.
+
+    If the last output has an error, return it alone, without the text and tokens of the earlier outputs.
+    """
     first, last = outputs[0], outputs[-1]
     if last is first or last.error is not None:
         return last

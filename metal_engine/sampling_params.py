@@ -225,14 +225,17 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """True if the request edits logits before the temperature. Other requests skip that code."""
+        """True if the request changes logits before the temperature: by masks, biases, penalties or a minimum length."""
         if self.allowed_token_ids is not None or self.min_tokens > 0:
             return True
         return bool(self.logit_bias) or self.needs_token_on_host or self.has_phase_rules
 
     @property
     def has_phase_rules(self) -> bool:
-        """True if phases of the output have rules for the next token. Other outputs only mark their phases."""
+        """True if a phase of the output restricts the next token: a budget, a structured output or a call's grammar.
+
+        False if :attr:`phases` only says where the phases begin and end.
+        """
         phases = self.phases
         if phases is None or (self.structured_outputs is not None and phases.reasoning is None):
             return False
@@ -273,9 +276,9 @@ PARAMETER_NAMES = tuple(f.name for f in fields(SamplingParams))
 
 
 def _integer(name: str, value: Any, part: str = "") -> int:
-    """Return an exact integer, of Python or NumPy, as an int. Raises ParameterError for other values.
+    """Return an integer of Python or NumPy as an int. Raises ParameterError for other values, such as 1.0 and True.
 
-    ``part`` names the part of the parameter at the start of the error message.
+    ``part`` is put before the error message. It names a part of the parameter, e.g. ``"entries "``.
     """
     if not isinstance(value, bool | np.bool_):
         try:
@@ -353,7 +356,10 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 
 
 def _biases(values: Any) -> Mapping[int, float] | None:
-    """Return the biases by token id. Ids may be strings, because JSON keys are strings."""
+    """Return the biases by token id. Accepts ids as strings, because JSON keys are strings.
+
+    Raises ParameterError if an id, a bias or the number of biases is invalid.
+    """
     if values is None:
         return None
     _check_type("logit_bias", values, Mapping, "an object of token ids and numbers")

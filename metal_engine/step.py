@@ -142,7 +142,7 @@ class SchedulerOutput:
 
     @property
     def composition(self) -> str:
-        """Description of the step's contents for logs."""
+        """Description for logs, such as ``40 tokens of 3 requests (2 of one token, 1 new)``."""
         lengths = list(self.num_scheduled_tokens.values())
         decodes = sum(length == 1 for length in lengths)
         new = len(self.new_requests)
@@ -157,7 +157,7 @@ class SchedulerOutput:
     def with_drafts(self, drafting: Drafting) -> SchedulerOutput:
         """Return the plan with the drafts of ``drafting`` in the place of :data:`UNKNOWN_DRAFT`.
 
-        Requests with missing drafts get fewer scheduled tokens.
+        A request that got fewer drafts than planned also gets fewer scheduled tokens.
         """
         if not drafting.token_ids:
             return self
@@ -187,8 +187,8 @@ class Drafting:
         num_computed_tokens: request id -> number of leading tokens and drafts with KV of the draft model, for the
             requests that it ran for.
         seconds: total time of the draft model or head, in seconds.
-        num_tokens: tokens the draft model computed to catch up, not counting the drafts and the tokens directly before
-            them.
+        num_tokens: number of tokens whose missing KV the draft model computed before it drafted. Excludes the drafts
+            and each request's token directly before its drafts.
         num_forwards: number of forwards that computed drafts, one draft for each request.
         forward_seconds: time of the forwards that computed drafts, in seconds.
     """
@@ -209,10 +209,10 @@ class DecodeForward:
     """Outcome of the forward of a step in which every row samples.
 
     Attributes:
-        outcome: ``replayed``, or ``traced`` and replayed for the first time. All other values are reasons for building
-            the forward: ``untraced`` (its sizes are new or rare, their trace raised, or its recurrent states do not
-            suit a trace), ``adapters`` (some requests have a LoRA adapter), ``large`` (its attention is too large for a
-            trace), ``refused`` (replay is disabled).
+        outcome: ``replayed``, or ``traced`` and replayed for the first time. All other values are reasons why the
+            forward's graph was built in Python: ``untraced`` (its sizes are new or rare, their trace raised, or its
+            recurrent states do not suit a trace), ``adapters`` (some requests have a LoRA adapter), ``large`` (its
+            attention is too large for a trace), ``refused`` (replay is disabled).
         refusal: reason why replay is disabled; None while it is enabled.
     """
 
@@ -266,7 +266,7 @@ class ModelOutput:
 
 
 class KVCacheLostError(Exception):
-    """A step failed and the KV cache is lost: all KV must be recomputed."""
+    """A step failed and the contents of the KV cache are lost: the KV of all requests must be recomputed."""
 
 
 class RunnerLostError(Exception):
@@ -302,11 +302,11 @@ class Runner(Protocol):
     def dispatch_second_part(self) -> None:
         """Dispatch the remaining parts of started steps. Called before new requests are processed and before each plan.
 
-        Never raises: an error is raised by the step's result.
+        Never raises: :meth:`StepHandle.result` of the step raises the error.
         """
 
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
-        """Set a callback for the loss of another rank, after which a step may hang. Another thread calls the callback.
+        """Set a callback for the loss of another rank. It is called in another thread, because a step may hang then.
 
         Does nothing with one rank.
         """

@@ -24,28 +24,28 @@ class Matcher(Protocol):
 
     @property
     def must_go_on(self) -> bool:
-        """True if the free text may not end the output, because a structured output follows."""
+        """True if the text is free now, but the output may not end yet, because a structured output must follow."""
 
     @property
     def plain_tokens(self) -> Set[int]:
         """Tokens after which the output is still free; empty if the output is not free now.
 
-        The caller may keep such tokens, and pass them to :meth:`observe` together with the next other token. The set is
-        incomplete. It grows with the tokens that outputs have had.
+        The caller may collect these tokens, and pass them to :meth:`observe` or :meth:`consume` only when a token
+        follows that is not in the set. The set has only tokens that earlier outputs contained, and grows.
         """
 
     def is_free_after(self, drafts: Sequence[int]) -> bool:
         """Return True if any token may follow now, and after each of ``drafts``, in order."""
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Advance past tokens of the output. Call :meth:`consume` before :meth:`fill_mask`: it requests the mask."""
+        """Advance past tokens of the output, without requesting a mask. :meth:`consume` requests the next mask."""
 
     def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         """Advance past tokens of the output, and start computing the next mask.
 
         Args:
-            drafts: tokens that may follow. The mask after each of them is computed, too, but the output does not
-                advance past them. Must be empty while :meth:`fill_mask` has not returned an earlier mask.
+            drafts: tokens that may follow. The mask after each draft is computed, too, but the output does not advance
+                past the drafts. Must be empty if a mask was requested and :meth:`fill_mask` has not returned True since.
         """
 
     def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
@@ -54,10 +54,12 @@ class Matcher(Protocol):
         Returns False, without writing, if the mask is not ready at ``deadline``, a time of ``time.monotonic``.
 
         Args:
-            num_drafts: number of drafts before the token. The mask after a draft that is not allowed is arbitrary.
+            num_drafts: number of drafts between the output and the token. The mask after a draft that is not allowed is
+                arbitrary.
 
         Raises:
-            ValueError: the grammar forbids one of the output's tokens, or has become too complex.
+            ValueError: the grammar forbids one of the output's tokens or has become too complex, or the mask after the
+                drafts is unknown.
         """
 
 
