@@ -1,4 +1,4 @@
-"""Phases of an output: reasoning, content and tool calls, each with its rules. They are part of the sampling parameters.
+"""Phases of an output: reasoning, content and tool calls, each with its rules. A field of the sampling parameters.
 
 An output is free text until a mark appears in it. Marks are found in the text of the tokens, special tokens included::
 

@@ -225,7 +225,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """True if the request changes logits before the temperature: by masks, biases, penalties or a minimum length."""
+        """True if masks, biases, penalties or a minimum length change the logits before the temperature is applied."""
         if self.allowed_token_ids is not None or self.min_tokens > 0:
             return True
         return bool(self.logit_bias) or self.needs_token_on_host or self.has_phase_rules

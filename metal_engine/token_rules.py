@@ -45,7 +45,7 @@ class Matcher(Protocol):
 
         Args:
             drafts: tokens that may follow. The mask after each draft is computed, too, but the output does not advance
-                past the drafts. Must be empty if a mask was requested and :meth:`fill_mask` has not returned True since.
+                past the drafts. Must be empty if a mask was requested and :meth:`fill_mask` has not returned it yet.
         """
 
     def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:

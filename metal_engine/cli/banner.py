@@ -16,7 +16,7 @@ from metal_engine.text.default_sampling import default_sampling_text
 
 
 def startup_rows(config: EngineConfig, url: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Return the banner's rows for a server with one model, by label.
+    """Return the banner's rows for a server with one model: label -> text, e.g. ``URL`` -> ``http://127.0.0.1:8000``.
 
     Args:
         url: URL of the server.
@@ -103,7 +103,12 @@ def registry_rows(registry: ModelRegistry, url: str) -> dict[str, str]:
 
 
 def print_banner(rows: dict[str, str], console: Console | None = None) -> None:
-    """Print a panel on a terminal, or one plain line for each row elsewhere. Ignores errors of writing."""
+    """Print a panel on a terminal, or one plain line for each row elsewhere. Ignores errors of writing.
+
+    Args:
+        rows: label -> text.
+        console: place to print to; None for standard error.
+    """
     with suppress(OSError):  # a full disk must not stop the server
         _print_rows(rows, console or Console(stderr=True))
 
@@ -137,7 +142,7 @@ def _sampling(model: ModelInfo) -> str:
 
 
 def _images(config: EngineConfig) -> str:
-    """Describe how many tokens an image takes. Empty if the model takes no images."""
+    """Describe how many tokens an image takes. Return an empty text if the model takes no images."""
     if (vision := config.vision) is None:
         return ""
     whole = "; one step computes a whole image" if vision.bidirectional_layers else ""
@@ -158,7 +163,10 @@ def _ranks(ranks: tuple[RankInfo, ...]) -> str:
 
 
 def _source(speculative: SpeculativeConfig, config: EngineConfig) -> str:
-    """Describe the source of drafts."""
+    """Describe the source of drafts: a draft model or draft head with its size, or earlier tokens (n-grams).
+
+    If a draft head is not used, the text says why.
+    """
     if (draft := config.draft) is None:
         lengths = f"{speculative.prompt_lookup_min} to {speculative.prompt_lookup_max}"
         refusal = "" if config.head_refusal is None else f"; not used: {config.head_refusal}"

@@ -89,8 +89,11 @@ def _talk(backend: ChatBackend, chat_args: ChatArgs) -> bool:
 def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RemoteModel | str:
     """Return the server at ``--url``, or a metal-engine server at ``--host`` and ``--port`` that serves the model.
 
-    If this process must load the model, return the reason as text. Without ``--url``, that is the case if a model and
-    engine settings are given, because a running server would ignore the settings.
+    If this process must load the model, return the reason as text. Without ``--url``, this process loads the model in
+    two cases:
+
+    - A model and engine settings are given. A running server would ignore the settings.
+    - A model is given, and no metal-engine server at the address serves it.
 
     Raises:
         ConfigError: the server at ``--url`` cannot be used, or no server answers and no model is named.
@@ -136,7 +139,7 @@ def _given_sampling(chat_args: ChatArgs) -> dict[str, Any]:
 
 
 def _note(text: str, style: str = _DIM) -> None:
-    """Show the user a text that is not part of an answer."""
+    """Print a text that is not part of an answer to standard error."""
     # A server's text may contain control characters for terminals.
     text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
     is_styled = sys.stderr.isatty() and "NO_COLOR" not in os.environ
@@ -144,7 +147,7 @@ def _note(text: str, style: str = _DIM) -> None:
 
 
 def _announce(text: str) -> None:
-    """Show the user, in bold, a text about something that takes memory or time."""
+    """Print a text about something that takes memory or time to standard error, in bold."""
     _note(text, _BOLD)
 
 
@@ -195,7 +198,11 @@ class ChatHistory:
         return ([{"role": "system", "content": self._system}] if self._system else []) + self._messages
 
     def _ask(self, text: str) -> bool:
-        """Answer a message. Return False if the backend failed. The user may stop an answer with Ctrl-C."""
+        """Answer a message. Return False if the backend failed. The user may stop an answer with Ctrl-C.
+
+        A stopped answer stays in the conversation. If the backend fails or the answer is empty, the message is removed
+        from the conversation.
+        """
         self._messages.append({"role": "user", "content": text})
         answer = ""
         speed = _Speed()
@@ -255,7 +262,7 @@ class ChatHistory:
 
 
 class _Speed:
-    """Speed of an answer: time to the first tokens, and tokens per second afterwards."""
+    """Measures the speed of an answer: the time to the first tokens, and the tokens per second afterwards."""
 
     def __init__(self) -> None:
         self._start = self._last_time = time.monotonic()
@@ -263,7 +270,7 @@ class _Speed:
         self._num_tokens = 0
 
     def count(self, num_tokens: int) -> None:
-        """Record the number of tokens so far."""
+        """Record that the answer has ``num_tokens`` tokens so far."""
         if num_tokens > self._num_tokens:
             self._num_tokens, self._last_time = num_tokens, time.monotonic()
             self._first = self._first or (num_tokens, self._last_time)

@@ -42,11 +42,11 @@ class Piece:
 
 
 class AnswerError(Exception):
-    """Raised if there is no answer, or it ended early. The message is one line for the user."""
+    """Raised if there is no answer, or if the answer ended early. The message is one line for the user."""
 
 
 class ServerError(Exception):
-    """Raised for a failed request to a server, or a server without the model. The message has the reason."""
+    """Raised if a request to a server failed, or if the server does not serve the model. The message has the reason."""
 
 
 class ChatBackend(Protocol):
@@ -125,7 +125,7 @@ def served_models(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
     """Return a server's entries of ``/v1/models``, each with an ``id``, in the server's order.
 
     Raises:
-        ServerError: the server cannot be reached, or does not implement OpenAI's API.
+        ServerError: the server cannot be reached, rejects the key, or does not implement OpenAI's API.
     """
     try:
         connection, response = _request(url, api_key, "GET", "/models", timeout=_CONNECT_TIMEOUT)
@@ -170,7 +170,7 @@ def _connection(parts: SplitResult) -> http.client.HTTPConnection:
 
 
 def _problem(response: http.client.HTTPResponse) -> str:
-    """Return a server's error message about a rejected request."""
+    """Return the error message of a server's response; ``status N`` if the response has none. Reads the response."""
     text = response.read(_MAX_BODY).decode(errors="replace")
     try:
         return _one_line(json.loads(text)["error"]["message"])
@@ -184,9 +184,9 @@ def _one_line(message: object) -> str:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Yield the events of a stream up to its end.
+    """Yield the JSON events of a stream up to ``[DONE]``.
 
-    Raises AnswerError if the stream ends with an error, or too early.
+    Raises AnswerError if an event is an error or is not a JSON object, or if the stream ends before ``[DONE]``.
     """
     while line := response.readline(_MAX_LINE):
         name, _, data = line.decode(errors="replace").partition(":")

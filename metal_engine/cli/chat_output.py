@@ -34,7 +34,7 @@ class WordWrapper:
         self._word = ""
 
     def add(self, text: str) -> None:
-        """Add text, which may end at any character."""
+        """Show text, except its last word, which may be incomplete. The text may end at any character."""
         for char in text:
             if char == "\n":
                 self._end_word()
@@ -78,7 +78,10 @@ class WordWrapper:
 
 
 def _shown(char: str) -> str:
-    """Replace a control character, because models may output control sequences for terminals."""
+    """Return a character, or U+FFFD in the place of a control character.
+
+    Models may output control sequences for terminals.
+    """
     return char if char.isprintable() or char in "\u200b\u200c\u200d" else "\N{REPLACEMENT CHARACTER}"
 
 
@@ -97,7 +100,7 @@ class AnswerView:
         self._last = "\n"
 
     def add(self, text: str, *, is_reasoning: bool = False) -> None:
-        """Show the next part of an answer."""
+        """Show the next part of an answer. Without a terminal, reasoning is dropped."""
         if self._is_terminal:
             self._set_dim(is_reasoning)
             self._wrapper.add(text)

@@ -1,4 +1,4 @@
-"""Checks settings before MLX and transformers are imported, so that errors appear at once. Imports take seconds."""
+"""Checks settings before MLX and transformers are imported: imports take seconds, and errors must appear at once."""
 
 from __future__ import annotations
 

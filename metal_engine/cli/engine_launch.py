@@ -36,19 +36,23 @@ def spawner_of(models: Iterable[EngineArgs], server_args: ServerArgs, *, is_shar
     """Return the spawner of the engine processes of these models.
 
     Args:
-        is_shared: True if engines of several models use the spawner, which then ends with the server.
+        is_shared: True if engines of several models use the spawner. It is then closed with the server, not with an
+            engine.
     """
     start = Start([msgspec.to_builtins(args) for args in models], server_args.log_level, server_args.log_format)
     return Spawner(MODULE, start, is_shared=is_shared)
 
 
 def engine_of(args: EngineArgs, spawner: Spawner, access: DeviceAccess = FULL_ACCESS) -> EngineSupervisor:
-    """Return the supervisor of an engine in a separate process. The process has not been started."""
+    """Return the supervisor of an engine in a separate process. Does not start the process."""
     return EngineSupervisor(spawner, msgspec.to_builtins(args), partial(_tokenizer_of, args), access)
 
 
 def _tokenizer_of(args: EngineArgs, ready: Ready) -> Tokenizer:
-    """Return the tokenizer of the model that the process has loaded.
+    """Load the tokenizer of the model that the engine's process has loaded.
+
+    Args:
+        ready: message of the process, with the path of the tokenizer's files.
 
     Raises:
         ModelLoadError: the tokenizer cannot be loaded.

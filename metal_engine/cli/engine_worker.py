@@ -1,4 +1,7 @@
-"""Main module of the process of an engine: ``python -m metal_engine.cli.engine_worker DESCRIPTOR``."""
+"""Main module of the process of an engine: ``python -m metal_engine.cli.engine_worker DESCRIPTOR``.
+
+DESCRIPTOR is the number of the inherited descriptor of the socket to the server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--help`` of all commands: one box for each group of options. Long options have a line of their own.
+"""``--help`` of all commands: one box for each group of options. A long option is on the line above its description.
 
 If a command has many options, ``--help`` omits some of them, and ``--help-all`` prints all.
 """
@@ -40,7 +40,7 @@ class _Boxes:
     get_params: Any
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help with the width of the terminal, up to a maximum."""
+        """Print the help, as wide as the terminal, but at most _MAX_WIDTH columns. Writes nothing to ``formatter``."""
         console = Console(highlight=False)
         width = min(console.width, _MAX_WIDTH)
         usage = " ".join(self.collect_usage_pieces(ctx))
@@ -52,7 +52,10 @@ class _Boxes:
             console.print(Panel(body, title=heading, title_align="left", border_style="dim", width=width))
 
     def _groups(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
-        """Return (names and value, description) of the options below each heading, in order of declaration."""
+        """Return a map from each heading to its options in order of declaration.
+
+        An option is a pair of its names with its value, and its description, e.g. ("--port N", "Port of the server.").
+        """
         groups: dict[str, list[tuple[str, str]]] = {}
         omitted = () if ctx.meta.get(_SHOWS_ALL) else self.only_in_help_all
         for one in self.get_params(ctx):
@@ -90,7 +93,7 @@ def grouped_help(only_in_help_all: Collection[str]) -> type[GroupedHelp]:
 
 
 def print_help_all(ctx: typer.Context, wanted: bool) -> None:
-    """Print the help with all options and end the command. A callback for ``--help-all``."""
+    """Print the help with all options and raise typer.Exit if ``wanted``. A callback for ``--help-all``."""
     if wanted:
         ctx.meta[_SHOWS_ALL] = True
         ctx.get_help()

@@ -92,8 +92,8 @@ def find_server(url: str, api_key: str, start: str, flag: str | None) -> Running
         flag: flag with which the user gave the URL; None if there is none.
 
     Raises:
-        ConfigError: no server responds, it requires another key, it is not a metal-engine server, or it has not loaded
-            a model yet.
+        ConfigError: no server responds, the server requires another key, it is not a metal-engine server, it serves no
+            model or a model with an invalid name, or it has not loaded a model yet.
     """
     cards = _cards(url, api_key, start, flag)
     try:
@@ -121,7 +121,7 @@ def find_server(url: str, api_key: str, start: str, flag: str | None) -> Running
 
 
 def _cards(url: str, api_key: str, start: str, flag: str | None) -> list[dict[str, Any]]:
-    """Return the entries of ``/v1/models``, unchecked. Takes the arguments of :func:`find_server`.
+    """Return the entries of ``/v1/models``, unchecked. The arguments are those of :func:`find_server`.
 
     Raises:
         ConfigError: no server responds, or the server refuses the request.
@@ -135,13 +135,13 @@ def _cards(url: str, api_key: str, start: str, flag: str | None) -> list[dict[st
 
 
 def response_problem(error: Exception, url: str, api_key: str, flag: str | None, advice: str = "") -> ConfigError:
-    """Return the ConfigError to raise for a failed request to a server.
+    """Return the ConfigError to raise for a failed request to a server, or for a response in another form.
 
     Args:
-        error: exception that the request has raised.
+        error: exception that the request or the reading of its response has raised.
         api_key: key that was sent; empty if the user gave no key.
         flag: flag with which the user gave the URL; None if there is none.
-        advice: end of the message if no server responds.
+        advice: text to append to the message if no server responds.
     """
     if isinstance(error, urllib.error.HTTPError):
         if error.code == 401 and api_key:

@@ -19,7 +19,7 @@ class RunningServer:
         url: URL without ``/v1``.
         api_key: key that clients send. Any text for a server without keys.
         model: name of the model in requests.
-        max_model_len: maximum number of tokens in a request, prompt and output.
+        max_model_len: maximum number of tokens in a request, prompt and output together.
     """
 
     url: str
@@ -29,7 +29,10 @@ class RunningServer:
 
     @property
     def max_output_tokens(self) -> int:
-        """Maximum number of output tokens. The remaining context is for the prompt, which grows."""
+        """Maximum number of output tokens to request: a quarter of the context, at most _MAX_OUTPUT_TOKENS.
+
+        The remaining context is for the prompt, which grows in the course of a conversation.
+        """
         return min(self.max_model_len // 4, _MAX_OUTPUT_TOKENS)
 
 
@@ -77,9 +80,9 @@ def _codex_key(server: RunningServer) -> dict[str, str]:
 
 
 def _codex(server: RunningServer) -> list[str]:
-    """Return arguments with settings of Codex's configuration file, for one run.
+    """Return arguments ``-c NAME=VALUE`` that override Codex's configuration file for one run.
 
-    The settings disable features that need OpenAI's own service, and nested agents, whose tools make the prompt a third
+    They also disable features that need OpenAI's own service, and nested agents, whose tools make the prompt a third
     longer.
     """
     provider = f"model_providers.{_PROVIDER}"

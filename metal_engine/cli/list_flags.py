@@ -8,10 +8,12 @@ from collections.abc import Collection, Iterable
 def with_flags_repeated(
     given: Iterable[str], lists: Collection[str], switches: Collection[str], num_arguments: int
 ) -> list[str]:
-    """Return a command line with the flag repeated before each of its values.
+    """Return a command line in which a flag is repeated before each of its values.
 
-    A word after a flag's first value becomes another value only if all ``num_arguments`` positional arguments were
-    given before it. Other extra words stay unchanged, and the parser rejects them.
+    With one positional argument, ``demo --served-model-name a b`` becomes
+    ``demo --served-model-name a --served-model-name b``. A word is another value of a flag only if all
+    ``num_arguments`` positional arguments come before the flag. Other words stay unchanged, and the parser rejects
+    those that are too many.
 
     Args:
         given: words after the command's name.

@@ -126,8 +126,8 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
 def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
     """Return the engine of a server with one model, in a thread or in a process of its own.
 
-    Under a launcher, the engine runs in a thread. A launcher starts each rank only once, so this server could not
-    replace rank 0's process.
+    If a launcher has started several ranks, the engine runs in a thread. A launcher starts each rank only once, so this
+    server could not replace rank 0's process.
     """
     is_launched = args.num_ranks > 1 and launched_rank() is not None
     if server_args.engine_process and not is_launched:
@@ -146,7 +146,10 @@ def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
 
 @contextmanager
 def _naming_the_model(args: EngineArgs) -> Iterator[None]:
-    """Add the message about a missing model to an error about the port, so that the user sees both problems."""
+    """Within this context, add to an error about ``--port`` that the model is not on this machine, if that is the case.
+
+    The user then sees both problems at once.
+    """
     try:
         yield
     except ConfigError as error:

@@ -41,7 +41,10 @@ _JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @dataclass(frozen=True)
 class _Row:
-    """A model as ``--json`` prints it. Sizes are in bytes, lengths in tokens."""
+    """A model as ``--json`` prints it. Sizes are in bytes, lengths in tokens.
+
+    ``last_used`` is a local time such as ``2026-01-31T12:00:00+0100``. ``path`` is None for a model on the hub.
+    """
 
     name: str
     path: str | None
@@ -161,7 +164,7 @@ def _rm(
 
 
 def _device() -> DeviceInfo:
-    """Return the device. Sets up the BLAS before MLX is loaded."""
+    """Load an optimized BLAS and then MLX, and return the device that MLX computes on."""
     from metal_engine.device.blas.load import load_optimized_blas
     from metal_engine.device.info import device_info
 
@@ -183,7 +186,10 @@ def _row(details: CheckpointDetails, last_used: float | None) -> _Row:
 
 
 def _engine_values(details: CheckpointDetails, args: EngineArgs, device: DeviceInfo) -> dict[str, Any]:
-    """Return the engine's values for a model: parameters, memory, and capacity of the KV cache in tokens."""
+    """Return the engine's values for a model: parameters, memory, and capacity of the KV cache in tokens.
+
+    Values that are not known are left out. If the engine would refuse the model, ``runs_here`` and ``problem`` say so.
+    """
     from metal_engine.models.info import expected_model_info
     from metal_engine.settings.resolve import check_kv_cache
 
@@ -243,7 +249,7 @@ def _cells(row: _Row) -> tuple[str, ...]:
 
 
 def _brief(problem: str) -> str:
-    """Shorten the description of a problem: without its solution, and to at most 60 characters."""
+    """Shorten the description of a problem to at most 60 characters. Drops the solution, which follows a semicolon."""
     brief = problem.partition(";")[0].partition(": ")
     text = brief[2] if brief[2] and brief[0].startswith("not enough memory") else problem.partition(";")[0]
     return text if len(text) <= 60 else text[:57] + "..."

@@ -46,14 +46,15 @@ def find_several(
 
 
 def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
-    """Return the models in a folder by name.
+    """Return the paths of the models in a folder by name.
 
-    A model is a folder with a ``config.json``, or a ``.gguf`` file, in the folder itself or one level below.
+    A model is a folder with a ``config.json``, or a ``.gguf`` file, in the folder itself or one level below. Names are
+    ``model`` and ``folder/model``, without ``.gguf``.
 
-    Skips unreadable entries and entries whose name is not UTF-8 or is not a valid name of a model.
+    Skips hidden entries, unreadable entries, and entries whose name is not UTF-8 or is not a valid name of a model.
 
     Args:
-        warns: True to log the skipped entries.
+        warns: True to log the skipped entries, except hidden ones.
 
     Raises:
         ConfigError: the path is not a readable folder.
@@ -74,9 +75,9 @@ def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
 
 
 def _below(path: Path, passed_over: list[str]) -> list[Path]:
-    """Return the sorted entries of a folder; an empty list if the path is hidden, a model, unreadable or not a folder.
+    """Return the sorted entries of a folder. Return an empty list if the path is hidden, a model or not a folder.
 
-    Appends a description of an unreadable path to ``passed_over``.
+    If the path is unreadable, append its description to ``passed_over`` and return an empty list.
     """
     try:
         if path.name.startswith(".") or not path.is_dir() or (path / "config.json").exists():

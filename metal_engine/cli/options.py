@@ -42,7 +42,10 @@ def command(
     default_model: str | None = None,
     several: bool = False,
 ) -> Callable[[Command], Command]:
-    """Register a function as a command. It is called with an instance of each group's dataclass, in the groups' order.
+    """Return a decorator that registers a function as a command.
+
+    The function is called with an instance of each group's dataclass, in the groups' order. Its docstring is the help
+    text, and its name without leading underscores is the command's name.
 
     Args:
         groups: map from a heading in ``--help`` to a dataclass of settings. Settings with their own heading are shown
@@ -111,7 +114,10 @@ def _help_all_option(num_flags: int) -> inspect.Parameter:
 
 
 def _removed_option(name: str) -> inspect.Parameter:
-    """Return a hidden option, so that :func:`read_settings` can tell its user that the setting is now a constant."""
+    """Return a hidden option for a former setting that is now a constant.
+
+    If the option is given, :func:`read_settings` raises a ConfigError that says so.
+    """
     return _parameter(name, str | None, typer.Option(flag(name), hidden=True))
 
 
@@ -137,7 +143,7 @@ def help_text(one: Setting) -> str:
 
 
 def default_text(one: Setting) -> str:
-    """Format the default as a user would write it. The result is empty if the default is None or empty."""
+    """Format the default for the help, e.g. ``on`` or ``64MiB``. Return an empty text for None and empty defaults."""
     if one.default is None:
         return ""
     match one.kind:

@@ -55,7 +55,10 @@ def running_models(url: str, api_key: str, flag: str | None) -> list[dict[str, A
 
 
 def _row(card: dict[str, Any], health: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model. A server's only model is always loaded and has all of the server's requests."""
+    """Return the fields of a model, from its entry in ``/v1/models`` and from ``/health``.
+
+    The entry of a server's only model has no state and no requests. That model is always loaded and has all requests.
+    """
     return {
         "name": card["id"],
         "state": card.get("state", "loaded"),

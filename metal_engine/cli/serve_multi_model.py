@@ -73,12 +73,15 @@ def serve_several(
 
 
 def source_of(args: EngineArgs, server_args: ServerArgs, spawner: Spawner) -> ModelSource:
-    """Return a source that loads a model with these settings in a process, and detects changes of its files."""
+    """Return a source that loads a model with these settings in a new process, and detects changes of its files."""
     return ModelSource(_starter(args, server_args, spawner), lambda: files_signature(Path(args.model)))
 
 
 def files_signature(path: Path) -> object:
-    """Return a value that changes if files of a model change; None if the path cannot be read."""
+    """Return a value that changes if files of a model change: names, sizes and times of the files at ``path``.
+
+    Return None if the path cannot be read, as for a repository on the hub.
+    """
     path = path.expanduser()
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -111,10 +114,15 @@ def _starter(args: EngineArgs, server_args: ServerArgs, spawner: Spawner) -> Sta
 
 
 async def load_named(registry: ModelRegistry, names: tuple[str, ...], kv_flag: str = "--kv-cache-memory-bytes") -> None:
-    """Load the named models that fit into the memory together. Raises ModelLoadError if one cannot be loaded.
+    """Load the named models, in order, without unloading any.
+
+    A model for which there is no memory is skipped with a warning. It is loaded on its first request.
 
     Args:
-        kv_flag: flag that sets the size of the KV caches, for the log message about models that do not fit.
+        kv_flag: flag that sets the size of the KV caches, for the warning.
+
+    Raises:
+        ModelLoadError: a model cannot be loaded for another reason.
     """
     for name in names:
         entry = registry.find(name)

@@ -1,1 +1,1 @@
-"""The machine: memory, kernels, compiled programs, BLAS and private folders."""
+"""Access to the machine: memory, kernels, compiled programs, BLAS and private folders."""

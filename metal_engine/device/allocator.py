@@ -24,10 +24,10 @@ def _has_own_settings() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory that a step frees, so that the next step does not have to fault it in again.
+    """Make glibc keep the memory that a step frees, so that the next step causes no page faults for it.
 
-    Call it before the process starts threads, and call :func:`give_back_freed_memory` from time to time. Settings in
-    the environment take precedence. Does nothing with other allocators.
+    Call this before the process starts threads, and call :func:`give_back_freed_memory` from time to time. Does nothing
+    with other allocators, or if the environment has settings of glibc's allocator.
     """
     if _has_own_settings():
         return
@@ -37,6 +37,9 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return all free memory of glibc to the system. Takes some milliseconds. Does nothing with other allocators."""
+    """Return all free memory of glibc to the system. Takes some milliseconds.
+
+    Does nothing with other allocators, or if the environment has settings of glibc's allocator.
+    """
     if not _has_own_settings():
         ctypes.CDLL(None).malloc_trim(0)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Return ``METAL_ENGINE_CACHE``, or else the folder ``metal-engine`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
+    """Return the cache folder: ``METAL_ENGINE_CACHE``, or else ``metal-engine`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
 
-    The folder may not exist yet.
+    Does not create the folder.
 
     Raises:
         FileNotFoundError: neither variable is set and the user has no home directory.

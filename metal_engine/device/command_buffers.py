@@ -1,4 +1,4 @@
-"""Limits of the size of Metal's command buffers in MLX: a number of operations and an amount of memory, per process.
+"""Limits of the size of Metal's command buffers in MLX: a number of kernels, and a number of elements of their arrays.
 
 MLX commits a command buffer when it has more than ``MLX_MAX_OPS_PER_BUFFER`` kernels, or when its arrays have more than
 ``MLX_MAX_MB_PER_BUFFER`` * 2**20 elements. Both are 40 or 50 by default. An array counts completely, even the KV cache,
@@ -7,8 +7,8 @@ also blocks its caller while more than 10 command buffers are unfinished. Theref
 suitable number of command buffers, and the second limit must never be reached.
 
 A layer's KV array can be written in place while the previous step still runs, if that step has released the array. A
-step releases it when the command buffer that reads it completes. Since at most 10 command buffers are unfinished, a
-step needs more than 10.
+step releases the array when the command buffer that reads it completes. At most 10 command buffers are unfinished. So
+if a step has more than 10, its first ones have completed when the caller has dispatched it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def command_buffer_limits(
 
     The model with the fewest kernels determines the limit of operations.
 
-    MLX's own limit of operations stays in two cases:
+    ``max_ops`` of the result is None, which keeps MLX's own limit, in two cases:
 
     - No model is known.
     - Steps are never dispatched while another step runs, so few command buffers are enough, and the models' limit is
@@ -94,9 +94,9 @@ def set_command_buffer_limits(limits: CommandBufferLimits) -> None:
 
 
 def limits_in_force() -> CommandBufferLimits | None:
-    """Return the limits in the environment variables. A limit whose variable is missing or not a number is None.
+    """Return the limits in the environment variables; None if neither variable is a number.
 
-    Return None if both limits are None.
+    If only one variable is a number, the other limit of the result is None.
     """
     given = [os.environ.get(name, "") for name in (MAX_OPS, MAX_MB)]
     limits = [int(text) if text.isdecimal() else None for text in given]

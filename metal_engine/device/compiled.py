@@ -25,8 +25,8 @@ class CompiledByShape:
     compilation. Tracing takes about 0.3 ms. The machine code is the same for all shapes.
 
     Args:
-        function: takes and returns arrays. The result must depend only on them.
-        max_shapes: maximum number of compilations in each thread (MLX also keeps them per thread).
+        function: function of arrays that returns an array. The result must depend only on the arguments.
+        max_shapes: maximum number of compilations in each thread. MLX keeps compilations per thread.
     """
 
     def __init__(self, function: Callable[..., mx.array], max_shapes: int = 128) -> None:
@@ -40,7 +40,7 @@ class CompiledByShape:
 
 
 class _Compilations(threading.local):
-    """Compilations of one thread. ``compiled`` returns the function for a stream and shapes."""
+    """Compilations of one thread. ``compiled(stream, *shapes)`` returns the compiled function."""
 
     def __init__(self, function: Callable[..., mx.array], max_shapes: int) -> None:
         # Each compilation has its own function object, by which MLX distinguishes compilations.
@@ -59,8 +59,8 @@ def _warn_without_compiler() -> None:
 def keep_kernels_private() -> None:
     """Prevent MLX from loading machine code that another user could have written. Call it before anything computes.
 
-    On Linux, MLX's kernels for the CPU get a private folder. Without such a folder, MLX's compiler is disabled in this
-    process, with a warning. Other systems are not changed.
+    On Linux, MLX's kernels for the CPU get a private folder. If no folder is private, MLX's compiler is disabled in
+    this process, with a warning. Does nothing on other systems.
     """
     if sys.platform != "linux":
         return

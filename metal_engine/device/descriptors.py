@@ -8,10 +8,13 @@ from contextlib import contextmanager, suppress
 
 
 def open_file_limit(wanted: int) -> int:
-    """Raise the soft limit of open descriptors to ``wanted``, or to the hard limit if that is lower.
+    """Raise the soft limit of open descriptors to ``wanted``, or to the hard limit if the hard limit is lower.
 
-    A higher soft limit is not changed. Return the resulting limit, or ``wanted`` if there is no limit. If the system
-    refuses the change, the result is below ``wanted``.
+    A soft limit above ``wanted`` is not changed.
+
+    Returns:
+        The resulting soft limit, or ``wanted`` if there is no limit. Below ``wanted`` if the hard limit is lower or the
+        system refuses the change.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if not _below(soft, wanted):

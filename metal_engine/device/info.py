@@ -16,9 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def device_info(blas: BlasInfo | None = None) -> DeviceInfo:
-    """Describe MLX's default device.
+    """Return the description of MLX's default device.
 
-    Imports MLX, so ``load_optimized_blas`` must have been called before.
+    Its ``memory_bytes`` is the GPU's recommended working set, or for a CPU the available RAM. Imports MLX, so
+    ``load_optimized_blas`` must have been called before.
 
     Args:
         blas: result of ``load_optimized_blas``, named in the description of a CPU; None if unknown.
@@ -72,10 +73,10 @@ def gpu_core_count() -> int | None:
 
 
 def has_tensor_ops() -> bool:
-    """Return True if the GPU and macOS support Metal's tensor operations on matrix units, False in doubt.
+    """Return True if the GPU and macOS support Metal's tensor operations on matrix units, False if that is unknown.
 
-    The condition is the one for MLX's own kernels of this kind: an M5 or later and macOS 26.2. An M5 is GPU generation
-    17. The smallest variant, "p", must be of generation 18. Imports MLX.
+    MLX has the same condition for its own kernels with tensor operations: macOS 26.2 or later, and GPU generation 17
+    (M5) or later, or 18 for the smallest GPUs, whose architecture ends with "p". Imports MLX.
     """
     import mlx.core as mx
 

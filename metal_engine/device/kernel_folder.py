@@ -4,10 +4,10 @@ MLX loads a kernel from ``<temporary folder>/mlx/<version>/cpu/lib<kernel>.so``,
 the kernel only if the file does not exist. The temporary folder is that of C++: the value of the first variable that is
 set among TMPDIR, TMP, TEMP and TEMPDIR, or else /tmp. MLX reads the variables each time.
 
-TEMPDIR affects only C++ programs, but not Python, compilers or mktemp, so this module sets TEMPDIR. If the user has
-set one of the variables, its value stays, and the folder ``mlx`` in the user's folder is made private instead. If that
-``mlx`` contains files that MLX has not written, it is not changed. The user's variable is then set to a private folder
-in the user's folder.
+This module sets TEMPDIR, because TEMPDIR affects only C++ programs, not Python, compilers or mktemp. If the user has
+set one of the variables, it is kept, and the folder ``mlx`` in the folder that it names is made private instead. If
+that ``mlx`` contains files that MLX has not written, ``mlx`` is not changed. The user's variable is then set to a
+private folder below its folder.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _WRITING_SECONDS = 60.0
 
 @functools.cache
 def use_private_kernel_folder() -> Path:
-    """Make MLX store its kernels where no other user can write, and return that folder.
+    """Make MLX store its kernels in a folder to which no other user can write. Return the folder.
 
-    The first call decides for the process. Call it before MLX compiles the first kernel. Kernels that the program has
-    compiled before are loaded already, and stay in use.
+    The first call decides for the process. Call it before MLX compiles the first kernel. Kernels that this process has
+    compiled before are loaded already, and stay in use. May set environment variables.
 
     Raises:
-        NotPrivateError: there is no such folder. The message has the reason and the solution.
+        NotPrivateError: no folder is private and usable. The message has the reasons and names a variable to set.
     """
     given = next((name for name in _VARIABLES if os.environ.get(name) is not None), None)
     if given is not None:
@@ -90,10 +90,9 @@ def _in_users_folder(variable: str, folder: Path) -> Path:
 
 
 def _other_thing(folder: Path) -> Path | None:
-    """Return the path of a file or folder, in a folder of this user, that MLX has not written.
+    """Return the path of a file or folder below ``folder`` that MLX has not written; None if there is none.
 
-    Return None if MLX has written everything in the folder. Also return None if ``folder`` is missing, is not a folder
-    or belongs to another user.
+    Also return None if ``folder`` is missing, is not a folder or belongs to another user.
     """
     try:
         status = os.lstat(folder)
@@ -105,7 +104,10 @@ def _other_thing(folder: Path) -> Path | None:
 
 
 def _is_of_mlx(path: Path, status: os.stat_result) -> bool:
-    """Return True if a path within MLX's folder has the form of files that MLX writes."""
+    """Return True if a path relative to MLX's folder has the form of a file or folder that MLX writes.
+
+    Examples are ``0.30.1``, ``0.30.1/cpu`` and ``0.30.1/cpu/libkernel.so``.
+    """
     version, *rest = path.parts
     if not _VERSION.fullmatch(version) or rest[:1] not in ([], ["cpu"]) or len(rest) > 2:
         return False
@@ -170,14 +172,14 @@ def _contents(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _is_library(path: Path, status: os.stat_result) -> bool:
-    """Return True if an absolute path has the form of a library that MLX has compiled."""
+    """Return True if a path has the form of a library that MLX compiles, e.g. ``/tmp/mlx/0.30.1/cpu/libkernel.so``."""
     if len(path.parts) < 5 or path.parts[-4] != "mlx" or not _LIBRARY.fullmatch(path.name):
         return False
     return _is_of_mlx(Path(*path.parts[-3:]), status)
 
 
 def _remove_if_cut_short(path: Path, size: int) -> None:
-    """Delete a library of ``size`` bytes whose compiler was killed while writing. MLX would always fail to load it."""
+    """Delete a library of ``size`` bytes if it is truncated: its compiler was killed. MLX could never load it."""
     with path.open("rb") as file:
         header = file.read(64)
     # Compilers write the section table last. Its place is in e_shoff, e_shentsize and e_shnum of a 64-bit ELF header.
@@ -188,7 +190,7 @@ def _remove_if_cut_short(path: Path, size: int) -> None:
 
 
 def _keep(folder: Path) -> None:
-    """Lock the folder while this process lives. The cleanup of temporary folders skips locked folders."""
+    """Lock the folder until this process ends. The system's cleanup of temporary folders skips locked folders."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

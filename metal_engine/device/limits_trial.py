@@ -1,8 +1,8 @@
-"""Records starts that ended while large command buffers ran for the first time, and then refuses larger limits.
+"""Counts the starts that ended in their largest step, and refuses large limits of command buffers after two of them.
 
 macOS ends a command buffer that keeps the GPU busy for too long, which may end the process. MLX reads its limits only
-once, so only the next start can use other limits. A file counts the starts whose largest step did not finish. A start
-that finishes this step removes the file.
+once, so only the next start can use other limits. A file counts the consecutive starts whose largest step did not
+finish. A start that finishes its largest step removes the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOO_LONG = ("ImpactingInteractivity", "CallbackErrorTimeout")
 
 
 def _path(limits: CommandBufferLimits) -> Path:
-    """Return the file for these limits with this version of MLX and macOS."""
+    """Return the file that counts the unfinished starts with these limits, and with this version of MLX and macOS."""
     facts = repr(limits), metadata.version("mlx"), platform.mac_ver()[0]
     return cache_dir() / "command_buffers" / f"{sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
@@ -42,7 +42,10 @@ def _num_unfinished(path: Path) -> int:
 
 
 def refusal(limits: CommandBufferLimits) -> str | None:
-    """Return the reason not to use these limits; None if there is no such reason, or no cache directory."""
+    """Return the reason not to use these limits: the last starts with them ended in their largest step.
+
+    Return None if the limits may be used, or if there is no cache directory.
+    """
     with suppress(FileNotFoundError):  # no cache directory
         path = _path(limits)
         if _num_unfinished(path) >= MOST_UNFINISHED:
@@ -56,8 +59,7 @@ def trying_limits() -> Iterator[None]:
     """Count this start as unfinished within the context, in which the caller runs the largest step of a model.
 
     If the process ends within the context, or a command buffer takes too long there, the start stays counted. Otherwise
-    the count is reset. Does nothing if the environment sets no limits of
-    command buffers.
+    the count is reset to 0. Does nothing if the environment sets no limits of command buffers.
     """
     limits = limits_in_force()
     if limits is None:

@@ -1,4 +1,4 @@
-"""Memory that this process may still take, and limits of the memory that MLX keeps."""
+"""Memory that this process may still allocate, and limits of the freed memory that MLX keeps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CPU_CACHE_BYTES = 32 << 20, 64 << 20
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the available RAM in bytes: of the machine, or of the container if it has less.
+    """Return the available RAM of the machine in bytes, or of a control group of this process if that has less.
 
-    Systems without ``/proc`` (macOS) do not report it. There, the result is the total RAM.
+    Systems without ``/proc`` (macOS) do not report the available RAM. There, the result is the total RAM.
 
     Args:
-        root: folder with ``proc`` and ``sys``. Tests pass their own.
+        root: folder with ``proc`` and ``sys``. Tests pass a folder with other values.
     """
     meminfo = root / "proc/meminfo"
     text = meminfo.read_text() if meminfo.exists() else ""
@@ -69,10 +69,9 @@ def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: 
 
 
 def limit_device_memory(config: EngineConfig) -> None:
-    """Limit the freed buffers that MLX keeps. On Metal, with ``--wire-memory``, also limit the memory that MLX wires.
+    """Limit the freed buffers that MLX keeps to those that a step can use again.
 
-    MLX keeps as many freed buffers as a step can use again, and wires the memory of the engine. Both limits apply to
-    the process.
+    On Metal with ``--wire-memory``, also make MLX wire the memory of the engine. Both limits apply to the process.
     """
     import mlx.core as mx  # not at the top, because the BLAS must be loaded before MLX
 

@@ -18,7 +18,7 @@ class MemoryPressure(enum.IntEnum):
 
 
 def memory_pressure() -> MemoryPressure:
-    """Return the current pressure. NORMAL on systems other than macOS, and if macOS reports no known level."""
+    """Return the current pressure. Return NORMAL on systems other than macOS, and if macOS reports an unknown level."""
     if sys.platform != "darwin":
         return MemoryPressure.NORMAL
     level = ctypes.c_int(0)

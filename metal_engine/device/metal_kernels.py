@@ -1,4 +1,4 @@
-"""Common parts of our Metal kernels: loading their source, and properties of their inputs."""
+"""Common parts of this package's Metal kernels: loading of their source, and preparation of their inputs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.M)
 
 
 def kernel_text(name: str) -> str:
-    """Return the source of a kernel, from the installed package or from the folder beside it in a checkout.
+    """Return the source of a kernel: the file ``name`` in the folder ``kernels`` of the package or of the checkout.
 
     A line ``#include "name"`` is replaced by that file's text, because MLX compiles a single text without a folder.
 
     Raises:
-        FileNotFoundError: neither folder has the file.
+        FileNotFoundError: neither folder has the file, or an included file.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "kernels", package.parent / "kernels"):
@@ -32,7 +32,7 @@ def kernel_text(name: str) -> str:
 
 
 def on_device(table: np.ndarray) -> mx.array:
-    """Upload ``table``, [rows, columns], padded with zero rows to at least DEVICE_ELEMENTS elements.
+    """Return a table [rows, columns] as an MLX array, padded with rows of zeros to at least DEVICE_ELEMENTS elements.
 
     No kernel reads the padding.
     """

@@ -1,6 +1,6 @@
 """Folders to which only this process's user can write, so that code loaded from them is trusted.
 
-Anything that another user could have written, or can still replace, is rejected. Only root and this user are trusted.
+Files and folders that a user other than this user and root could have written, or can replace, are rejected.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class NotPrivateError(OSError):
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder with mode 0700, or check that an existing one belongs to this user alone and set that mode.
+    """Create a private folder with mode 0700, or check that an existing folder is private and set its mode to 0700.
 
-    Missing folders above it are also created with mode 0700.
+    Missing folders above the folder are also created with mode 0700.
 
     Returns:
         The absolute path of the folder, without links.
@@ -51,7 +51,7 @@ def private_folder(path: Path) -> Path:
 
 
 def check_ours(path: Path | str, status: os.stat_result) -> None:
-    """Check that a file or folder belongs to this user and no other user may write to it. Raises NotPrivateError."""
+    """Raise NotPrivateError unless a file or folder belongs to this user and no other user may write to it."""
     if status.st_uid != os.geteuid():
         raise NotPrivateError(f"{path} belongs to another user (uid {status.st_uid})")
     if _is_open(status):
@@ -60,7 +60,7 @@ def check_ours(path: Path | str, status: os.stat_result) -> None:
 
 
 def _check_trusted(folder: Path) -> None:
-    """Check that no other user can replace the content of a folder above ours. Raises NotPrivateError."""
+    """Raise NotPrivateError if another user can replace the private folder, or a folder above it, in ``folder``."""
     status = os.stat(folder)
     # With user namespaces, as in containers, root's files may have another owner. The root folder then has the same
     # owner.
@@ -71,9 +71,9 @@ def _check_trusted(folder: Path) -> None:
 
 
 def _is_open(status: os.stat_result) -> bool:
-    """Return True if other users may write.
+    """Return True if other users may write to the file or folder with this status.
 
-    A group that contains only this user, as on many systems, does not count.
+    Write permission for a group that contains only this user does not count. Many systems have such groups.
     """
     if status.st_mode & stat.S_IWOTH:
         return True

@@ -1,4 +1,4 @@
-"""MLX streams of a thread, which creates them and must close them before it ends."""
+"""MLX streams of a thread. A thread creates its own streams, and must close them before it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def second_stream() -> mx.Stream:
 def synchronize() -> None:
     """Wait until the thread's streams have completed all work and released their inputs.
 
-    Raises the error of a stream, which the stream keeps until the next synchronization.
+    Raises the error of an operation that has failed since the last call. A stream keeps the error until then.
     """
     try:
         mx.synchronize()

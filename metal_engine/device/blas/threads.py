@@ -24,7 +24,13 @@ _TOLERATED_FRACTION = 0.5
 
 
 def busy_seconds(path: Path = Path("/proc/stat")) -> float:
-    """Return the total busy seconds since boot of all cores that this process may run on."""
+    """Return the sum of the busy seconds since boot of all cores that this process may run on.
+
+    Excludes programs with a positive nice value.
+
+    Args:
+        path: file in the format of ``/proc/stat``.
+    """
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     rows = [line.split() for line in path.read_text().splitlines()]
     ticks = sum(int(row[1 + field]) for row in rows if row and row[0] in cores for field in _BUSY_FIELDS)
@@ -32,7 +38,7 @@ def busy_seconds(path: Path = Path("/proc/stat")) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process so far. 0 if there is no such process."""
+    """Return the CPU seconds that a process has used so far (Linux). Return 0 if the process does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -50,7 +56,7 @@ class BlasThreads:
     Args:
         most: number of threads if no other program runs.
         set_threads: function that sets the number of threads for later products.
-        busy: function that returns the busy seconds of all usable cores, as :func:`busy_seconds`.
+        busy: function that returns the busy seconds of all usable cores so far, as :func:`busy_seconds`.
         own: function that returns the CPU time of this process and its server together, in seconds.
         clock: function that returns the time in seconds.
 
@@ -73,7 +79,7 @@ class BlasThreads:
         self._last = clock(), busy(), own()
 
     def adapt(self) -> None:
-        """Set the number of threads from the load since the last call. Call it about once a second."""
+        """Set the number of threads according to the CPU use since the last call. Call this about once a second."""
         before, self._last = self._last, (self._clock(), self._busy(), self._own())
         seconds, busy, own = (now - then for now, then in zip(self._last, before, strict=True))
         if seconds <= 0:
