@@ -44,10 +44,11 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def examine(report: Callable[[Finding], None], models: Sequence[str] | None = None) -> bool:
-    """Run all checks and report findings as they arrive. Return True if no check failed.
+    """Run all checks. Return True if no check failed.
 
     Args:
-        models: models to test in addition to the tiny one. None: the demo model, if it is downloaded.
+        report: callback that receives each finding at once.
+        models: models to test in addition to the tiny model. None: the demo model, if it is downloaded.
     """
     checks: list[tuple[str, Check]] = [
         ("versions", _versions),

@@ -1,4 +1,4 @@
-"""Features that depend on the device or on a check at the start: whether they are on, and why."""
+"""State of the features that depend on the device or on a check at the start: on or off, and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from metal_engine.settings.config import REPLAYS
 
 
 def features(core: EngineCore) -> Iterator[tuple[str, str]]:
-    """Yield the name of each feature of an engine, and its state with the reason."""
+    """Yield the name of each feature of an engine, and its state: ``("wired memory", "off: --no-wire-memory")``."""
     config = core.config
     layers = config.attention_layers
     yield "attention kernel", config.attention

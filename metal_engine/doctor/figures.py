@@ -37,7 +37,10 @@ class Promise:
     flag: str = ""
 
     def judge(self, value: float) -> Verdict:
-        """Compare a figure with the promise. NaN is ``WORSE``. A required promise is never ``BETTER``."""
+        """Compare a figure with the promise.
+
+        A deviation within the slack is ``AS_PROMISED``. NaN is ``WORSE``. A required promise is never ``BETTER``.
+        """
         margin = self.slack * abs(self.value)
         gain = self.value - value if self.at_most else value - self.value
         if isnan(gain) or gain < -margin:
@@ -68,7 +71,7 @@ class Figure:
         value: measured number; None if it could not be measured.
         unit: unit of ``value``; empty for ratios and counts.
         promise: expected value; None if the figure is only reported.
-        note: further numbers of the measurement. Without a value, the reason.
+        note: further numbers of the measurement, or the reason why there is no value.
         is_simulated: True if the simulator ran the kernels instead of a GPU.
     """
 
@@ -133,10 +136,10 @@ class SectionResult:
 
 
 def format_number(value: float) -> str:
-    """Format a number with three significant digits.
+    """Format a number with three significant digits: 0.0123 and 12.3.
 
-    Numbers from 1,000 on have all digits before the point, and separators of thousands. Numbers below 0.001 have an
-    exponent and two digits.
+    Numbers from 1,000 on are rounded to integers, with separators of thousands: 12,345. Numbers below 0.001 have two
+    digits and an exponent: 1.2e-05.
     """
     if value == 0 or isnan(value):
         return f"{value:g}"

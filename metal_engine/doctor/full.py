@@ -89,7 +89,10 @@ def _label(model: str) -> str:
 
 
 def _run(section: Section, model: str, plan: Plan, seconds: float) -> SectionResult:
-    """Run a section in a process for at most ``seconds``."""
+    """Run a section in a new process for at most ``seconds``.
+
+    If the process fails or takes longer, the result has an error, and the facts and figures up to then.
+    """
     result = SectionResult(section.name, _label(model))
     if seconds < _LEAST_SECONDS:
         return replace(result, error="no time was left")
@@ -120,7 +123,10 @@ def _run(section: Section, model: str, plan: Plan, seconds: float) -> SectionRes
 
 
 def _describe_end(status: int, stderr: str) -> str:
-    """Describe the end of a process that failed, with the last lines of its output."""
+    """Describe the end of a process that failed: ``ended with signal SIGABRT: ``, and the end of its standard error.
+
+    A negative ``status`` is the number of the signal that ended the process.
+    """
     how = f"status {status}"
     if status < 0:
         try:

@@ -32,7 +32,7 @@ class BusySamples:
         return float(statistics.median(self.percent)) if self.percent else None
 
     def sample(self) -> bool:
-        """Add a sample. Return False if the driver reports none."""
+        """Add a sample. Return False if the driver reports no utilization."""
         try:
             done = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=5)
         except (OSError, subprocess.SubprocessError):

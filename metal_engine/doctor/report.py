@@ -43,7 +43,7 @@ def to_json(results: Sequence[SectionResult]) -> dict[str, Any]:
 
 
 def _finite(value: float | None) -> float | str | None:
-    """Return NaN and infinity as text, because JSON lacks them."""
+    """Return a number, or ``nan``, ``inf`` or ``-inf`` as text, because JSON lacks these numbers."""
     return value if value is None or abs(value) < float("inf") else str(value)
 
 

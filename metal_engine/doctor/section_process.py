@@ -1,8 +1,8 @@
-"""Runs one section of the full report, in a process of its own if called as a program.
+"""Runs one section of the full report. Run as a program, so that the section has a process of its own.
 
 A crash of Metal or MLX then ends only one section, and each section starts with its own limits of command buffers. The
 program reads a JSON object from standard input, with the section's module, the plan, the model and a path. It appends
-each fact and figure to the file at that path.
+each fact and figure to the file at that path, as one line of JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run_section(module: str, plan: Plan, model: str, on_item: Callable[[Item], N
 
 
 def main() -> None:
-    """Entry point of the process."""
+    """Run the section that standard input describes."""
     given: dict[str, Any] = json.load(sys.stdin)
     with Path(given["path"]).open("a", encoding="utf-8") as file:
 

@@ -13,7 +13,10 @@ Call = Callable[[], Any]
 
 
 def in_turns(calls: Mapping[str, Call], repeats: int) -> dict[str, float]:
-    """Return the median time of each call in seconds, without the first round. All calls run once in each round."""
+    """Return the median time of each call over ``repeats`` rounds, in seconds. Each round runs all calls once.
+
+    An additional first round is not counted. The time of a call includes the evaluation of the arrays that it returns.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats + 1):
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""Tests the whole engine with a model of half a megabyte and random weights. Needs no download, and little time."""
+"""Tests the whole engine with a model of half a megabyte with random weights. Needs no download, and little time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_TOKENS = 8
 
 
 def check_tiny_model() -> str:
-    """Generate for several prompts at once, in chunks, and compare with mlx-lm's own forward pass.
+    """Generate for several prompts at once, in chunks, and compare the outputs with those of mlx-lm's forward pass.
 
     Returns:
         Description of the test.
@@ -58,7 +58,7 @@ def check_tiny_model() -> str:
 
 
 def check_quantized_kv(kv_cache_dtype: str) -> str:
-    """Load the model with quantized KV, which compares its logits with mlx-lm's, and generate.
+    """Load the tiny model with quantized KV, and generate. The load compares the model's logits with mlx-lm's.
 
     Returns:
         Description of the test.

@@ -1,8 +1,8 @@
 """Compares the attention kernel with MLX's own attention and with the memory bandwidth.
 
-On a Mac, times the kernel on the GPU, beside ``mx.fast.scaled_dot_product_attention`` on contiguous K and V. Decode is
+On a Mac, times the kernel on the GPU, and ``mx.fast.scaled_dot_product_attention`` on contiguous K and V. Decode is
 also compared with the time to read K and V at the bandwidth of a large copy in the same run. On other machines, prints
-the simulator's counts for the same shapes.
+counts of the kernel's simulator for the same shapes.
 
     python -m tools.benchmarks.attention [--smoke]
 """
@@ -85,7 +85,7 @@ def copy_bandwidth() -> float:
 
 
 def on_metal(shapes: tuple[StepShape, ...]) -> None:
-    """Print times, and ratios of times measured in this run."""
+    """Print a table of the kernel's and MLX's times on the GPU, and of ratios of times measured in this run."""
     import mlx.core as mx
 
     from metal_engine.attention.backend import AttentionKind
@@ -106,7 +106,10 @@ def on_metal(shapes: tuple[StepShape, ...]) -> None:
 
 
 def simulated(shapes: tuple[StepShape, ...]) -> None:
-    """Print the simulator's counts for one KV head. All KV heads do the same work."""
+    """Print a table of the simulator's counts (bytes read, products, threadgroups) for one KV head.
+
+    All KV heads do the same work.
+    """
     from metal_engine.attention.metal.backend import MetalBackend
     from tools.metal_sim import metal_kernel, record_launches
 

@@ -3,9 +3,9 @@
     python -m tools.benchmarks.bodies_beside_streams
     python -m tools.benchmarks.bodies_beside_streams --model FOLDER --streams 64 --clients 3 --rounds 4
 
-Two servers of the same model run, with and without a process for the engine, and take turns. A server generates some
-streams, first alone, then beside clients that post bodies of 15.7 MB. The prompt of such a body is longer than the
-context, so the answer is an error. The servers count the tokens.
+Two servers of the same model run, with and without a process for the engine, and are measured in rotation. A server
+generates some streams, first alone, then while clients post bodies of 15.7 MB. The prompt in such a body is longer than
+the context, so its answer is an error. The rates come from the servers' own counts of tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Load:
         self.statuses: Counter[int] = Counter()
 
     async def stream(self, number: int) -> None:
-        """Request outputs in sequence, and record the seconds between their parts."""
+        """Request streams one after another until ``end``, and record the seconds between their parts in ``gaps``."""
         request = {"model": _MODEL, "prompt": f"({number}) Once upon a time", "max_tokens": 400, "stream": True}
         while time.monotonic() < self.end:
             last = 0.0
@@ -69,7 +69,7 @@ class Load:
                         break
 
     async def post(self) -> None:
-        """Post large bodies, one after another."""
+        """Post large bodies one after another until ``end``, and count the responses in ``statuses``."""
         while time.monotonic() < self.end:
             response = await self._client.post("/v1/chat/completions", content=self._body)
             self.statuses[response.status_code] += 1

@@ -34,7 +34,10 @@ Way = Callable[[], mx.array]
 
 
 def in_turns(ways: dict[str, Way], repeats: int = 40, chain: int = 1) -> dict[str, float]:
-    """Return the median microseconds of one call of each function. ``chain`` calls are evaluated at a time."""
+    """Return the median microseconds of the evaluation of one call of each function, measured in rotation.
+
+    ``chain`` calls are evaluated at a time. The time is divided by ``chain``.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
@@ -98,7 +101,10 @@ def attention() -> None:
 
 
 def gather(requests: int = 16, keys: int = 165, block_size: int = 16, num_blocks: int = 2912) -> None:
-    """Time gathers of one layer's K for 16 decodes. *cold*: after reading the weights of a layer, as in a step."""
+    """Print times to gather one layer's K for some decodes: by single rows (256 B) and by whole blocks (4 KB).
+
+    *cold*: after reading as many bytes as the weights of a layer, as in a step. *warm*: after the same gather.
+    """
     layers = [mx.zeros((num_blocks * block_size * KV_HEADS, HEAD_DIM)) + i for i in range(LAYERS)]
     weights = normal(14 << 18)
     blocks_each = -(-keys // block_size)
@@ -126,7 +132,7 @@ def gather(requests: int = 16, keys: int = 165, block_size: int = 16, num_blocks
 
 
 def decodes() -> None:
-    """Time one layer's attention for decodes with consecutive blocks: gathered keys, and keys read in place."""
+    """Print times of one layer's attention for decodes with consecutive blocks: with gathered keys, and without."""
     gathered = dataclasses.replace(CPU_LIMITS, run_keys=None)
     in_place = dataclasses.replace(CPU_LIMITS, run_keys=1)
     shapes = [(HEADS, KV_HEADS, HEAD_DIM), (16, 8, 128)]  # shapes of the demo model and of Qwen3-0.6B
@@ -154,7 +160,7 @@ def decodes() -> None:
 
 
 def gemm() -> None:
-    """Time all products of a step's layers, with weights read from memory."""
+    """Print the time of all matrix products of a step's layers. The weights exceed the caches and come from memory."""
     kv = (KV_HEADS * HEAD_DIM, HIDDEN)
     shapes = [*[(HIDDEN, HIDDEN)] * 2, *[kv] * 2, *[(INTERMEDIATE, HIDDEN)] * 2, (HIDDEN, INTERMEDIATE)]
     layers = [[normal(*shape) for shape in shapes] for _ in range(LAYERS)]

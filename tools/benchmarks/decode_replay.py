@@ -1,10 +1,10 @@
-"""Measures the host time saved by replaying decode steps: 32 requests on the demo model, built and replayed in
-rotation.
+"""Measures the host time saved by replaying decode steps, with 32 requests on the demo model.
 
     python -m tools.benchmarks.decode_replay
     python -m tools.benchmarks.decode_replay --requests 8 --steps 120
 
-Times are CPU time of the engine's thread, without the device's work: on a CPU, MLX computes in other threads.
+Engines that build the graph of each step in Python alternate with engines that replay traced steps. Times are CPU time
+of the engine's thread, without the device's work: on a CPU, MLX computes in other threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ MODES = [("built", "never"), ("replayed", "always")]
 
 
 def measure(engines: dict[tuple[str, bool], Answers], num_steps: int) -> dict[tuple[str, bool], list[float]]:
-    """Return the times of each engine's steps in microseconds. Engines run a few steps at a time in rotation."""
+    """Return the times of each engine's steps in microseconds. Engines run a few steps at a time in rotation.
+
+    The key of an engine is (``built`` or ``replayed``, True if it plans one step ahead).
+    """
     times: dict[tuple[str, bool], list[float]] = {key: [] for key in engines}
     for turn in range(TURNS):
         for key in engines if turn % 2 else reversed(engines):

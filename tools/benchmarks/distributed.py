@@ -96,7 +96,12 @@ def write_model(folder: str, sizes: dict[str, int]) -> None:
 
 
 def measure(model: str, num_ranks: int, num_requests: int, num_steps: int) -> dict[str, float]:
-    """Return the seconds of all prompts and of one decode step of all requests, and the MiB of weights and at peak."""
+    """Run requests on a model with ``num_ranks`` ranks.
+
+    Returns:
+        ``prompts``: seconds of all steps with prompts. ``decode``: median seconds of a decode step. ``weights`` and
+        ``peak``: MiB of the weights, and peak of MLX's memory in this process (rank 0).
+    """
     from metal_engine.loading.build import build_engine
     from metal_engine.sampling_params import SamplingParams
     from metal_engine.settings.args import EngineArgs
@@ -126,7 +131,7 @@ def measure(model: str, num_ranks: int, num_requests: int, num_steps: int) -> di
 
 
 def compare(folder: str, rounds: int, num_requests: int, num_steps: int) -> None:
-    """Print medians of runs with one process and with two ranks in rotation."""
+    """Run one process and two ranks in rotation. Print the medians of the runs, and their ratios."""
     found: dict[int, list[dict[str, float]]] = {1: [], 2: []}
     for _ in range(rounds):
         for num_ranks, runs in found.items():

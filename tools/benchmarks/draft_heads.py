@@ -1,11 +1,12 @@
-"""Measures the gain or cost of a draft head by the share of right drafts, the number of drafts and of streams.
+"""Measures the gain or cost of a draft head, for several shares of right drafts, numbers of drafts and of streams.
 
     python -m tools.benchmarks.draft_heads FOLDER_WITH_THE_HEAD
     python -m tools.benchmarks.draft_heads FOLDER_WITH_THE_HEAD --right own 0 0.8 --drafts 3 --streams 1 16
 
 Two engines in one process, one of them with the head, alternate on the same questions. Outputs are greedy and must be
-equal. With ``--right own``, the head drafts. Otherwise its drafts are replaced by tokens of the known outputs, each
-right with a given probability. The head and the LM head still run, so costs are those of the head. Lookups are off.
+equal. With ``--right own``, the head's own drafts are used. Otherwise they are replaced by tokens of the known outputs,
+each right with a given probability. The head and the LM head still run, so the measured costs include the head's.
+Drafts from n-grams are off.
 
 Elapsed and CPU times are relative to the run without drafts. They cover prompts and outputs. CPU times are comparable
 even if other programs use the machine. The engine chooses the number of drafts by elapsed time.
@@ -41,7 +42,12 @@ _NO_LOOKUPS = 64
 
 @contextmanager
 def drafts_right(answers: Answers, rightness: float) -> Iterator[None]:
-    """Replace the head's drafts by known outputs, each token right with probability ``rightness``."""
+    """Within this context, replace the head's drafts by known outputs, each token right with the given probability.
+
+    Args:
+        answers: output token ids by the token ids of the prompt.
+        rightness: probability that a draft equals the known output.
+    """
     import mlx.core as mx
 
     from metal_engine.runner import head_drafter
@@ -65,7 +71,7 @@ def drafts_right(answers: Answers, rightness: float) -> Iterator[None]:
 
 
 def restart(engine: BuiltEngine) -> None:
-    """Forget an engine's measurements of drafts."""
+    """Discard what an engine has measured about drafts: step times and acceptance."""
     core, scheduler = engine.core, engine.core.scheduler
     speculative = core.config.scheduler.speculative
     assert speculative is not None
@@ -113,10 +119,11 @@ class Questions:
 def compare(
     engines: tuple[BuiltEngine, BuiltEngine], questions: Questions, right: str, args: argparse.Namespace
 ) -> tuple[str, int]:
-    """Return a row of the table, and the number of outputs that differ.
+    """Run the questions on both engines in rotation. Return a row of the table, and the number of outputs that differ.
 
     Args:
-        right: probability that a draft is right, or "own".
+        engines: engine without drafts, and engine with the head.
+        right: probability that a draft is right, or "own" for the head's own drafts.
     """
     without, drafting = engines
     groups = questions.groups

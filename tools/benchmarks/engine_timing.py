@@ -27,7 +27,7 @@ class TimedStep:
 
 @dataclass
 class Timed:
-    """Times of one request in seconds of ``time.perf_counter``."""
+    """Arrival of one request and of each of its tokens, in seconds of ``time.perf_counter``."""
 
     arrival: float
     token_times: list[float] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Timed:
 
     @property
     def itls(self) -> list[float]:
-        """Times between consecutive tokens."""
+        """Seconds between consecutive tokens."""
         return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
@@ -59,7 +59,10 @@ class TimedEngine:
         return timed
 
     def step(self) -> TimedStep:
-        """Run one step of the engine. The step's work is derived from the scheduler's requests."""
+        """Run one step of the engine. Return its work, derived from the progress of the scheduler's requests.
+
+        A request that computes one token counts as a decode, all other requests as prefill.
+        """
         scheduler = self.core.scheduler
         before = {r: request.num_computed_tokens for r, request in scheduler.requests.items()}
         requests = dict(scheduler.requests)
@@ -101,7 +104,10 @@ class TimedEngine:
         self.requests.clear()
 
     def close(self) -> None:
-        """Release the model and its cache. `core.close` would end this thread's streams, which later engines need."""
+        """Release the model and its cache.
+
+        Does not call ``core.close``, which would end this thread's streams. Later engines need them.
+        """
         del self.core
         gc.collect()
 

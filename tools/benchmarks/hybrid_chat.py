@@ -46,7 +46,7 @@ MODEL: dict[str, Any] = {
 
 
 def write_model(folder: Path) -> None:
-    """Write a checkpoint that all servers load."""
+    """Write a hybrid checkpoint with random weights and the demo model's tokenizer, which all servers can load."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 

@@ -2,9 +2,10 @@
 
     python -m tools.benchmarks.kv_reuse [--model demo] [--plot docs/images/kv-reuse.png] [--only missing,restart,...]
 
-Reports the time to first token for prompts that are partly missing, after a restart, and for a handover between
-engines. Prompts are random tokens, so they share no prefix. The engines are stepped in this process. All other parts
-equal a server's. Every number is the median of ``--repeats`` in one run.
+Reports the time to first token for prompts whose KV is partly missing from the store, after a restart, and for a
+handover between engines. Also reports step times of decodes while KV is loaded and saved. Prompts are random tokens, so
+they share no prefix. The engines are stepped in this process. All other parts equal a server's. Times to first token
+are medians of ``--repeats`` in one run, except after a restart, which is measured once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NUM_PROMPTS, PROMPT_TOKENS, HANDOVER_TOKENS = 8, 500, 2000
 
 
 class Screen:
-    """Store around another store that can hide blocks and delay writes.
+    """Wrapper of a KV store that can hide blocks and delay writes.
 
     Attributes:
         inner: the other store.
@@ -94,7 +95,7 @@ class Engine:
         return hashes
 
     def first_token_seconds(self, prompts: Sequence[list[int]]) -> list[float]:
-        """Empty the prefix cache, and return the seconds to the first token of prompts that arrive together."""
+        """Empty the prefix cache. Return the seconds to first token of prompts that arrive together, in their order."""
         self.core.scheduler.prefix_cache.forget()
         started = time.perf_counter()
         ids = [self.add(prompt) for prompt in prompts]
@@ -117,11 +118,13 @@ def make_prompts(number: int, length: int, seed: int) -> list[list[int]]:
 
 
 def measure_missing(engine: Engine, prompts: list[list[int]], repeats: int) -> dict[str, list[Any]]:
-    """Return the times to first token of a batch of prompts of which the store lacks a part.
+    """Return the times to first token of a batch of prompts if a part of their KV is missing from the store.
 
-    The result has a list for missing whole prompts ("requests") and one for a missing share of each prompt ("share").
-    An item has the missing part, the number of tokens computed for the batch, and the mean and the largest time to
-    first token of the batch in seconds, as medians over the repeats.
+    Returns:
+        ``requests``: results if the KV of some whole prompts is missing. ``share``: results if a share of each prompt's
+        KV is missing. A result is a tuple (number of missing prompts or missing share, number of tokens computed for
+        the batch, mean time to first token, largest time to first token). Times are in seconds, and are medians over
+        the repeats.
     """
     hashes = [engine.hashes_of(prompt) for prompt in prompts]
     rows: dict[str, list[Any]] = {"requests": [], "share": []}
@@ -183,7 +186,10 @@ def measure_restart(model: str, directory: str, prompts: list[list[int]]) -> Non
 
 
 def measure_handover(producer: Engine, consumer: Engine, repeats: int) -> None:
-    """Print the time from the end of the producer's last step to the consumer's first token."""
+    """Print the time from the end of the producer's last step to the consumer's first token.
+
+    Measured if the consumer loads the KV chunk by chunk during the prefill, and if it loads all KV after the prefill.
+    """
     print(f"\n| hand-over of {HANDOVER_TOKENS} tokens | s |\n| --- | --- |")
     for name in ("chunk by chunk", "whole, after the prefill"):
         seconds = []
@@ -218,9 +224,9 @@ WINDOW = 60  # steps
 def measure_decoding(engine: Engine, prompts: list[list[int]], repeats: int) -> None:
     """Print step times of four decoding requests while eight prompts' KV is loaded, and while KV is saved.
 
-    Each case is compared with the same steps without the transfer. In the comparison for loads, the eight requests find
-    their KV in the local cache, so they join the batch in the same way. In the comparison for saves, nothing is saved.
-    The windows of steps alternate.
+    Both cases are compared with the same steps without the transfer. Without loads, the eight requests find their KV in
+    the local cache, so they join the batch in the same way. Without saves, nothing else changes. Windows of steps with
+    and without the transfer alternate.
     """
     num_blocks = (512 << 20) // engine.transfer.layout.nbytes
     data = np.random.default_rng(0).integers(0, 256, (num_blocks, engine.transfer.layout.nbytes), np.uint8)

@@ -47,7 +47,11 @@ def write_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int, s
 
 
 def round_of(engine: BuiltEngine, adapters: list[Adapter | None], args: argparse.Namespace) -> tuple[float, float]:
-    """Run ``args.rows`` requests. Return the seconds of all prompts and the median seconds of a decode step."""
+    """Run ``args.rows`` requests, which use ``adapters`` in turn. None stands for no adapter.
+
+    Returns:
+        Total seconds of the steps with prompts, and median seconds of a decode step.
+    """
     core = engine.core
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=args.steps + 2, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Measures long and short prompts together on a real model.
+"""Measures latencies on a real model while long and short prompts are computed together.
 
     python -m tools.benchmarks.mixed_load ttft   # long prompts arrive, then short ones: their time to first token
     python -m tools.benchmarks.mixed_load itl     # long prompts arrive during decodes: time between tokens

@@ -1,4 +1,4 @@
-"""mlx-lm's speculative decoding on prompts of token ids, for comparison in ``tools.benchmarks.speculation``.
+"""Runs mlx-lm's speculative decoding on prompts of token ids, for comparison in ``tools.benchmarks.speculation``.
 
     python -m tools.benchmarks.mlx_lm_drafting < request.json
 

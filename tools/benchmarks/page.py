@@ -55,7 +55,7 @@ async def viewing(url: str, number: int) -> AsyncIterator[None]:
 
 
 async def one_round(url: str, args: argparse.Namespace, viewers: int) -> float:
-    """Return the tokens per second of all streams."""
+    """Run all streams once while ``viewers`` clients read `/watch`. Return the tokens per second of all streams."""
     async with viewing(url, viewers):
         _, seconds = await run_clients(url, args, args.tokens)
     return args.streams * args.tokens / seconds
@@ -95,7 +95,7 @@ def run_viewers(args: argparse.Namespace) -> None:
 
 
 def cpu_seconds(root: int) -> float:
-    """Return the CPU time used by a process and its descendants. Linux only."""
+    """Return the CPU seconds that a process and its descendants have used so far. Linux only."""
     children: dict[int, list[int]] = {}
     seconds: dict[int, float] = {}
     for folder in Path("/proc").iterdir():

@@ -1,4 +1,4 @@
-"""Profiles decode steps: 32 requests on the demo model, with a time for each part of a step.
+"""Profiles decode steps of 32 requests on the demo model: measures the time of each part of a step.
 
     python -m tools.benchmarks.profile_decode_step
     python -m tools.benchmarks.profile_decode_step --requests 1 --steps 100
@@ -50,7 +50,10 @@ TURNS = 6
 
 
 class Profile:
-    """Times of wrapped functions without nested parts, by part and step, in seconds."""
+    """Measures the time of each part of a step, by wrapping the functions that belong to the part.
+
+    The time of a part excludes other parts that its functions call.
+    """
 
     def __init__(self) -> None:
         self._parts: dict[str, float] = defaultdict(float)
@@ -72,7 +75,7 @@ class Profile:
         setattr(owner, name, timed)
 
     def step(self, step: Callable[[], None]) -> dict[str, float]:
-        """Run one step. Return the seconds of each part without nested parts, of ``other`` work, and in ``total``."""
+        """Run one step. Return the seconds of each part, of all ``other`` work, and of the whole step (``total``)."""
         self._parts.clear()
         self._inner = [0.0]
         start = time.perf_counter()
@@ -113,10 +116,10 @@ def instrument(profile: Profile) -> None:
 
 
 class Answers:
-    """Engine with requests in decode, stepped directly. Outputs go to the queues of an event loop.
+    """Engine with requests in decode, stepped directly. Outputs go to the queues of an event loop, as in a server.
 
     Args:
-        num_steps: half the number of steps for which the requests are long enough.
+        num_steps: the requests are long enough for twice this number of steps.
         ahead: True for asynchronous scheduling, which plans one step ahead.
         replay_decodes: value of the engine setting with this name.
     """

@@ -39,9 +39,10 @@ class Clock:
         self._inner = [0.0]
 
     def timed(self, name: str, function: Callable[..., Any], also: Callable[..., Any] = lambda *_: ()) -> Any:
-        """Return ``function`` with its evaluation timed alone.
+        """Return a function that calls ``function``, evaluates its result and adds the time to ``name``.
 
-        ``also`` gets the same arguments and returns more arrays to evaluate, before and after the call.
+        Its arguments are evaluated before the time begins. ``also`` is called with the positional arguments. It returns
+        arrays to evaluate in addition, before and after the call, for a function that changes arrays in place.
         """
         import mlx.core as mx
 
@@ -145,7 +146,7 @@ def make_engine(args: argparse.Namespace) -> BuiltEngine:
 
 
 def prepare(engine: BuiltEngine, args: argparse.Namespace, seed: int) -> None:
-    """Run requests up to the step to be measured."""
+    """Add the requests. For a decode step, also run the step that computes their prompts."""
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.0, max_tokens=args.repeats + 3, ignore_eos=True)
     for i in range(args.num_requests):

@@ -55,8 +55,11 @@ _SPEED_STEPS = 16
 
 @dataclass(frozen=True)
 class Scored:
-    """A model's predictions for a text: log probability of each token except a window's first, and the most likely
-    token.
+    """Predictions of a model for the windows of a text, T in total. The first token of a window has no prediction.
+
+    Attributes:
+        logprobs: log probability of each token.
+        likeliest: id of the most likely token in the place of each token.
     """
 
     logprobs: np.ndarray  # [T] float64
@@ -89,7 +92,7 @@ Forward = Callable[[list[int], int], mx.array]
 
 
 def our_scores(kv_cache_dtype: str, windows: Windows, chunk: int = _CHUNK) -> Scored:
-    """Score windows with metal-engine. Each window is a request in chunks."""
+    """Predict the tokens of windows with metal-engine. Each window is computed as one request, in chunks."""
     return _score(our_forward(kv_cache_dtype, max(map(len, windows))), windows, chunk)
 
 
@@ -109,7 +112,7 @@ def our_forward(kv_cache_dtype: str, num_tokens: int) -> Forward:
 
 
 def mlx_lm_scores(bits: int | None, windows: Windows, chunk: int = _CHUNK) -> Scored:
-    """Score windows with mlx-lm's own forward and caches."""
+    """Predict the tokens of windows with mlx-lm's forward and its caches of ``bits`` bits (None: float)."""
     model = load_demo_model()
     caches: list[Any] = []
 
@@ -148,7 +151,7 @@ def our_answers(engine: BuiltEngine, prompts: Windows, num_tokens: int) -> Windo
 
 
 def mlx_lm_answers(bits: int, prompts: Windows, num_tokens: int) -> Windows:
-    """Return greedy outputs of mlx-lm's forward, in batches."""
+    """Return greedy outputs of mlx-lm's forward with a cache of ``bits`` bits. All prompts must have equal lengths."""
     model = load_demo_model()
     answers: Windows = []
     for start in range(0, len(prompts), _BATCH):
@@ -208,7 +211,7 @@ def compare_answers(tokens: list[int], num_answers: int, num_tokens: int) -> Non
 
 
 def _spread(tokens: list[int], count: int, length: int) -> Windows:
-    """Return passages spread evenly over a text."""
+    """Return ``count`` passages of ``length`` tokens, spread evenly over a text."""
     return [tokens[start : start + length] for start in np.linspace(0, len(tokens) - length, count).astype(int)]
 
 
@@ -273,7 +276,10 @@ def _compare_chunks(tokens: list[int], num_tokens: int, window: int) -> None:
 
 
 def _gap_where_they_part(forward: Forward, prompt: list[int], a: list[int], b: list[int]) -> float:
-    """Return the distance of the logits of two outputs' first differing tokens, computed from their common prefix."""
+    """Return the difference between the logits of the first two tokens in which outputs ``a`` and ``b`` differ.
+
+    The logits are computed from the prompt and the outputs' common prefix.
+    """
     first = _first_difference(a, b)
     logits = np.array(forward(prompt + a[:first], 0)[-1])
     return float(abs(logits[a[first]] - logits[b[first]]))
@@ -285,7 +291,7 @@ def _report_chunks(name: str, one: Scored, other: Scored) -> None:
 
 
 def compare_speed(tokens: list[int], num_requests: int, prompt_len: int, rounds: int) -> None:
-    """Print prefill and decode rates as ratios of medians, measured in rotation."""
+    """Print prefill and decode speeds for each kind of KV, relative to float KV: ratios of medians over the rounds."""
     prompts = _spread(tokens, num_requests, prompt_len)
     engines = {dtype: make_engine(dtype) for dtype in KV_CACHE_DTYPES}
     prefill: dict[str, list[float]] = {dtype: [] for dtype in engines}

@@ -34,7 +34,7 @@ def report(what: str, tokens: int, ways: dict[str, Call], repeats: int) -> None:
 
 
 def layers(repeats: int) -> None:
-    """Time the recurrences alone."""
+    """Print the times of the recurrence of one layer."""
     for what, k_heads, v_heads, each_key in (
         ("gated delta, 16 heads of 128 (Qwen3.5-0.8B)", 16, 16, False),
         ("the same, 16 / 48 heads (Qwen3.5-27B)", 16, 48, False),
@@ -104,9 +104,9 @@ def granite_model() -> nn.Module:
 
 
 def forwards(what: str, model: nn.Module, module: ModuleType, original: Any, ours: Any, repeats: int) -> None:
-    """Time mlx-lm's forward of fresh prompts with new caches, with ``original`` and with ``ours``.
+    """Print the times of mlx-lm's forward of fresh prompts, with the recurrence ``original`` and with ``ours``.
 
-    The function in use is set in ``module``, in which the layers look it up.
+    Temporarily replaces the function in ``module``, because the model's layers look it up there.
     """
     model.eval()
     mx.eval(model.parameters())
@@ -123,7 +123,7 @@ def forwards(what: str, model: nn.Module, module: ModuleType, original: Any, our
 
 
 def models(repeats: int) -> None:
-    """Time whole forwards."""
+    """Print the times of whole forwards of both models."""
     what, original = "model: 4 layers of Qwen3.5-0.8B, 3 recurrent", gated_delta.gated_delta_update
     forwards(what, qwen3_5_model(), qwen3_5, original, gated_delta_update, repeats)
     what, original = "model: 4 layers of Granite-4.0-H-1B, 3 recurrent", ssm.ssm_update

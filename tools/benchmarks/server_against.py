@@ -63,9 +63,9 @@ def unpack(revision: str) -> tuple[str, Path]:
 
 
 def thread_seconds(pid: int) -> dict[int, float]:
-    """Return the CPU seconds so far of each thread of a process and of its children, by thread id.
+    """Return the CPU seconds so far of each thread of a process and of its descendants, by thread id.
 
-    It is empty without ``/proc``.
+    The result is empty on systems without ``/proc``.
     """
     ticks = os.sysconf("SC_CLK_TCK")
     seconds: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Measures the cost of the server: streamed tokens per second over HTTP with a free model, and CPU time per token.
+"""Measures the cost of the server without a model: streamed tokens per second over HTTP, and CPU time per token.
 
     python -m tools.benchmarks.server_overhead --rate 20000 [--streams 64] [--tokens 500] [--endpoint chat|...]
     python -m tools.benchmarks.server_overhead --overload --rate 5000
@@ -136,9 +136,10 @@ async def run_clients(url: str, args: argparse.Namespace, num_tokens: int) -> tu
 
 
 async def overload(url: str) -> list[float]:
-    """Return the seconds to each 503 response, in ascending order, while the server's queue is full.
+    """Fill the server's queue, then send requests one after another. The server must refuse each with status 503.
 
-    Requests that are refused are sent one after another.
+    Returns:
+        Seconds to each of these responses, in ascending order.
     """
     path, body, mark = ENDPOINTS["chat"]
     content = json.dumps({**body, "max_tokens": 30_000, "stream": True}).encode()

@@ -1,4 +1,4 @@
-"""Runs the real scheduler in simulated time: the effects of its settings on latency and throughput.
+"""Runs the real scheduler in simulated time, to show the effects of its settings on latency and throughput.
 
     python -m tools.benchmarks.simulate_scheduler                     # the tables of docs/dev/benchmark-notes.md
     python -m tools.benchmarks.simulate_scheduler --plots docs/images # and its plots (needs matplotlib)
@@ -42,7 +42,10 @@ class Arrival:
 
 @dataclass
 class SimulationResult:
-    """Times in seconds, and throughput in prompt and output tokens per second."""
+    """Latencies of all requests in seconds, and throughput in prompt and output tokens per second.
+
+    ``large_ttfts`` has the times to first token of large requests only. ``itls`` are times between consecutive tokens.
+    """
 
     ttfts: list[float]
     large_ttfts: list[float]
@@ -69,7 +72,13 @@ def percentile(values: list[float], percent: float) -> float:
 def make_arrivals(
     sizes: Iterable[tuple[float, int, int]], count: int, output: int, model: StepTimeModel, load_factor: float
 ) -> tuple[list[Arrival], float]:
-    """Return requests with Poisson arrivals, and their rate per second: ``load_factor`` of the device's capacity."""
+    """Return ``count`` requests with Poisson arrivals, and their rate per second.
+
+    Args:
+        sizes: (share of requests, minimum prompt length, maximum prompt length) of each kind of request.
+        output: number of output tokens of each request.
+        load_factor: rate as a share of the device's capacity.
+    """
     rng = random.Random(0)
     sizes = list(sizes)
     drawn = [rng.choices(sizes, [s[0] for s in sizes])[0] for _ in range(count)]
@@ -142,7 +151,7 @@ def print_table(first: list[str], rows: list[list[str]]) -> None:
 
 
 class Study:
-    """Printer of all tables, for one fitted model. Keeps the results that are plotted in ``curves``."""
+    """Runs the simulations and prints their tables, for one fitted model. Keeps the plotted results in ``curves``."""
 
     def __init__(self, model: StepTimeModel, count: int, load_factor: float) -> None:
         self.model = model
@@ -155,7 +164,14 @@ class Study:
         return simulate(arrivals, output, self.model, make_config(**knobs))
 
     def traffic(self, name: str, sizes: Any, seqs: tuple[int, ...], aligned: tuple[bool, ...]) -> None:
-        """Print tables for 1, 4 and 16 partial prefills, with outputs of 1 and 128 tokens."""
+        """Print two tables, for outputs of 1 and of 128 tokens. Rows differ in the settings of the scheduler.
+
+        Args:
+            name: title of the traffic.
+            sizes: see :func:`make_arrivals`.
+            seqs: values of ``max_num_seqs``.
+            aligned: values of ``page_aligned_scheduling``. Each row also has 1, 4 or 16 concurrent prefills.
+        """
         for output in (1, 128):
             rate = make_arrivals(sizes, self.count, output, self.model, self.load)[1]
             print(f"**{name}, output {output}** ({rate:.3f} requests/s, {self.load:.0%} of capacity)\n")

@@ -6,8 +6,10 @@
     python -m tools.benchmarks.speculation --draft-model RANDOM --slowdown
 
 Two engines in one process, one of them with speculation, alternate on the same requests: tasks that copy (edits,
-answers from a context, code) and questions without copying. Outputs are greedy and must be equal. Outputs that end in a
-loop are excluded, because repetitions are easily predicted. Times cover only steps without prefill.
+answers from a context, code) and questions without copying. Outputs are greedy and must be equal.
+
+For single requests, times cover only steps without prefill. Outputs with a loop are excluded, because repetitions are
+easily predicted. For batches, throughput includes the prompts, and the number of outputs with a loop is printed.
 
 With ``--peer``, mlx-lm computes the same prompts one at a time, without and with the same draft model. Both models must
 then be directories, for example synthetic pairs written by ``tools/fixtures/export_mlx.py``.
@@ -176,7 +178,10 @@ class Pair:
         return self.without.preparer.tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
     def turns(self, prompts: dict[str, list[int]], repeats: int) -> list[tuple[Run, Run]]:
-        """Run without and with speculation in alternating order. Counts outputs that differ."""
+        """Run the prompts ``repeats`` times without and with speculation, in alternating order.
+
+        Adds the number of outputs that differ to ``num_different``.
+        """
         runs = []
         for turn in range(repeats):
             order = (self.speculating, self.without) if turn % 2 else (self.without, self.speculating)
@@ -188,7 +193,11 @@ class Pair:
 
 
 def one_by_one(pair: Pair, kind: str, texts: dict[str, str], repeats: int, *, is_ahead: bool) -> None:
-    """Print results for one request at a time. If steps overlap (``is_ahead``), no time belongs to a single step."""
+    """Print results for one request at a time, without requests whose outputs loop.
+
+    If steps overlap (``is_ahead``), the time of a single step is not known. Times then include the whole output after
+    its first token.
+    """
     print(f"\n{kind}, one at a time{', one step ahead' if is_ahead else ''}: medians of {repeats}")
     of_steps = "" if is_ahead else "  tokens/step  step ratio  bound"
     print(f"{'':24}  tokens  ms/token  with drafts  ratio{of_steps}  accepted")
@@ -213,7 +222,7 @@ def one_by_one(pair: Pair, kind: str, texts: dict[str, str], repeats: int, *, is
 
 
 def at_once(pair: Pair, kind: str, texts: dict[str, str], streams: int, repeats: int) -> None:
-    """Print results for several requests at once. Each request has its own prefix."""
+    """Print the throughput of ``streams`` requests at once. Each request has its own prefix."""
     each = list(texts.values())
     prompts = {f"{i}": pair.prompt(f"({i}) {each[i % len(each)]}") for i in range(streams)}
     runs = pair.turns(prompts, repeats)

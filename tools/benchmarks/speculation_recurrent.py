@@ -1,4 +1,4 @@
-"""Measures the gain of drafts on a model with recurrent states, by the share of right drafts.
+"""Measures the gain of drafts on a model with recurrent states, for several shares of right drafts.
 
     python -m tools.benchmarks.speculation_recurrent                    # a synthetic hybrid
     python -m tools.benchmarks.speculation_recurrent --model mamba      # or any other model
@@ -35,7 +35,7 @@ _CONFIG = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max":
 
 
 class KnownAnswers:
-    """Drafts of known outputs (:class:`metal_engine.scheduling.speculation.proposals.Proposer`).
+    """Source of drafts from known outputs. Implements :class:`metal_engine.scheduling.speculation.proposals.Proposer`.
 
     Args:
         answers: output tokens by prompt.
@@ -64,7 +64,7 @@ class KnownAnswers:
 
 
 def propose(core: EngineCore, proposer: KnownAnswers) -> None:
-    """Make an engine take its drafts from ``proposer`` and restart its measurements of the drafts' gain."""
+    """Make an engine take its drafts from ``proposer``. Discard what it has measured about the gain of drafts."""
     scheduler = core.scheduler
     scheduler.speculation = Speculation(core.config.scheduler, scheduler.blocks, proposer, states=scheduler.states)
 

@@ -24,7 +24,7 @@ STEPS_FILE = Path(__file__).resolve().parent / "steps_demo.json"
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """Seconds for a step, for a row, for a (row, key) pair of chunks, and for a decode."""
+    """Linear model of a step's time: seconds for the step, and for each row, (row, key) pair of chunks, and decode."""
 
     per_step: float
     per_row: float
@@ -47,7 +47,11 @@ def _features(steps: list[dict[str, float]]) -> np.ndarray:
 
 
 def fit(steps: list[dict[str, float]]) -> tuple[StepTimeModel, np.ndarray]:
-    """Return the fitted model and its relative error on each step."""
+    """Return the fitted model and its relative error on each step.
+
+    Args:
+        steps: fields of :class:`tools.benchmarks.engine_timing.TimedStep`.
+    """
     features = _features(steps)
     seconds = np.array([s["seconds"] for s in steps])
     used = np.arange(features.shape[1])
@@ -78,7 +82,10 @@ def load(path: Path = STEPS_FILE) -> StepTimeModel:
 
 
 def measure(path: Path, machine: str) -> None:
-    """Measure steps of the demo model and write them to ``path``: chunks, batches of decodes, and both together."""
+    """Measure steps of the demo model and write them to ``path``: chunks, batches of decodes, and both together.
+
+    ``machine`` is the description of the machine to write with the measurements.
+    """
     from tools.benchmarks.engine_timing import TimedEngine, random_prompt
 
     engine = TimedEngine("demo", enable_prefix_caching=False, max_num_batched_tokens=512, max_num_partial_prefills=1)

@@ -1,7 +1,8 @@
 """Recurrences of layers in float64 NumPy, row by row: the references for the kernels.
 
-Written from the definitions, without code shared with the kernels. The arguments have the shapes of
-:class:`metal_engine.recurrence.metal.MetalRecurrence`'s. A segment is the rows of one request in a step.
+Written from the definitions, without code shared with the kernels. The functions have the arguments of the methods of
+:class:`metal_engine.recurrence.metal.MetalRecurrence`, in the same shapes. A segment consists of the rows of one
+request in a step. ``reads`` has the index of each segment's initial state in ``states``; -1 for a state of zeros.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ def float64(array: mx.array) -> np.ndarray:
 
 
 def relative_errors(got: mx.array, expected: np.ndarray) -> np.ndarray:
-    """Return the error of each row (axis 0) relative to the norm of the expected row.
+    """Return the norm of each row's error (axis 0), relative to the norm of the expected row: [rows].
 
-    One bad row is thus not hidden among good rows. A norm counts as at least a tenth of the mean norm of all rows.
+    One bad row is thus not hidden among good rows. The divisor is at least a tenth of the mean norm of all rows.
     """
     axes = tuple(range(1, expected.ndim))
     difference = np.sqrt(((float64(got) - expected) ** 2).sum(axes))
@@ -48,7 +49,7 @@ def gated_delta(
     cu_seqlens: mx.array,  # [B+1] int32
     reads: mx.array,  # [B] int32
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return y [N, Hv, Dv] and the segments' new states, [B, Hv, Dv, Dk]."""
+    """Compute the gated delta rule. Return y [N, Hv, Dv] and the segments' new states, [B, Hv, Dv, Dk]."""
     queries, keys, values, gates, betas, old = map(float64, (q, k, v, g, beta, states))
     group = values.shape[1] // keys.shape[1]
     queries, keys = (np.repeat(array, group, axis=1) for array in (queries, keys))  # [N, Hv, Dk]
@@ -76,7 +77,7 @@ def ssm_update(
     cu_seqlens: mx.array,  # [B+1] int32
     reads: mx.array,  # [B] int32
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return y [N, H, Dh] and the segments' new states, [B, H, Dh, Ds]."""
+    """Compute the recurrence of a Mamba2 layer. Return y [N, H, Dh] and the segments' new states, [B, H, Dh, Ds]."""
     rows_in, a_log, inputs, outputs, skip, steps, old = map(float64, (x, A_log, B, C, D, dt, states))
     group = rows_in.shape[1] // inputs.shape[1]
     inputs, outputs = (np.repeat(array, group, axis=1) for array in (inputs, outputs))  # [N, H, Ds]
@@ -101,7 +102,10 @@ def convolve(
     *,
     silu: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return out [N, C] and the segments' new states, [B, K-1, C]."""
+    """Compute a causal depthwise convolution. Return its output [N, C] and the segments' new states, [B, K-1, C].
+
+    The state of a segment consists of its last K-1 inputs.
+    """
     rows_in, weights, old = map(float64, (x, weight, states))
     before = weights.shape[1] - 1
     out, new_states = np.empty_like(rows_in), []

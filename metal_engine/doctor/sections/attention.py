@@ -1,4 +1,4 @@
-"""Time of attention over the paged cache beside MLX's attention over the same K and V, gathered beforehand."""
+"""Time of attention over the paged cache, compared with MLX's attention over the same K and V, gathered beforehand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DECODE_LAYERS, _PREFILL_LAYERS = 16, 4
 
 
 def measure(plan: Plan, model: str) -> Iterator[Item]:
-    """Yield the time of each step relative to MLX's attention. ``model`` is not used."""
+    """Yield the attention's time for each of ``plan.attention_steps``, relative to MLX's. ``model`` is not used."""
     dtype = mx.float16 if has_metal() else mx.float32
     kind = AttentionKind(KVSpec(_NUM_KV_HEADS, _HEAD_DIM, _HEAD_DIM, dtype), _NUM_HEADS, dtype)
     backend = choose_backend("auto", _BLOCK_SIZE).metal or PortableBackend()
@@ -47,10 +47,10 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
 def layer_seconds(
     backend: AttentionBackend, kind: AttentionKind, step: tuple[int, int, int], repeats: int
 ) -> tuple[float, float]:
-    """Return the time of a layer over the paged cache, and with MLX's attention over the gathered K and V, in seconds.
+    """Return the time of a layer's attention in seconds: over the paged cache, and MLX's over the gathered K and V.
 
     Args:
-        step: number of requests, new tokens of each, and keys of each, which include the new tokens.
+        step: (number of requests, new tokens of each, keys of each). The keys include the new tokens.
     """
     requests, query, keys = step
     rows = shuffled_rows([(query, keys - query)] * requests, _BLOCK_SIZE)

@@ -56,16 +56,16 @@ def kernel_factory(plan: Plan) -> Callable[..., Any] | None:
 
 
 def failed_kernel(error: Exception) -> tuple[float, str]:
-    """Return NaN as the numerical error of a kernel that failed, and a description of ``error``.
+    """Return NaN as the numerical error of a kernel that failed, and a description of the exception ``error``.
 
-    Discards the errors that MLX stores after the failure.
+    Discards the errors that MLX keeps for the next evaluation after such a failure.
     """
     forget_errors()
     return nan, f"{type(error).__name__}: {one_line(error)}"
 
 
 def tolerance(allowed: float) -> float:
-    """Return the allowed error on this device: larger on a virtual GPU."""
+    """Return the allowed error on this device: ``allowed``, or on a virtual GPU 50 times ``allowed``."""
     return allowed * (_VIRTUAL_TOLERANCE if is_virtual_gpu() else 1.0)
 
 
@@ -101,7 +101,10 @@ def load_plain_model(model: str) -> loader.LoadedModel:
 
 
 def in_thread(function: Callable[[], T]) -> T:
-    """Call a function in a new thread. Return its result, after releasing the memory of models, or raise its error."""
+    """Call a function in a new thread. Return its result or raise its error.
+
+    Before the return, releases the memory of models that the function no longer uses.
+    """
     with ThreadPoolExecutor(1) as thread:
         result = thread.submit(function).result()
     gc.collect()

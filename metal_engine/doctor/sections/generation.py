@@ -1,4 +1,4 @@
-"""Chats and prompts beside mlx-lm on the same weights, and outputs of both attention backends."""
+"""Throughput and time to first token relative to mlx-lm's, and differences between outputs of attention backends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Workload = dict[str, tuple[list[list[int]], int]]  # name -> prompts and number 
 
 
 def measure(plan: Plan, model: str) -> Iterator[Item]:
-    """Yield throughputs and times to first token, ours relative to mlx-lm's."""
+    """Yield throughputs and times to first token, as ratios to mlx-lm's, and the figure of :func:`parity`."""
     facts, workload, ours = use_engine(plan, lambda engine: _run_ours(plan, engine), model)
     yield from facts
     theirs = use_plain_model(lambda loaded: _run_theirs(workload, loaded), model)
@@ -59,7 +59,10 @@ def _prompt(length: int) -> str:
 
 
 def _workload(plan: Plan, engine: BuiltEngine) -> Workload:
-    """Return the prompts. Each prompt occurs once, so that no prefix is cached."""
+    """Return the prompts of all measurements by name. Each prompt occurs once, so that no prefix is cached.
+
+    Leaves out long prompts that exceed the model's context.
+    """
     config = engine.core.config
     vocab_size, longest = config.model.vocab_size, config.scheduler.max_model_len
     workload: Workload = {}
@@ -119,6 +122,9 @@ def _first_token(name: str, ours: OfflineRun, theirs: OfflineRun) -> Figure:
 
 def parity(plan: Plan, workload: Workload, ours: dict[str, OfflineRun], model: str) -> Figure:
     """Compare greedy outputs of the default attention backend (our kernel) with greedy outputs of MLX's operations.
+
+    Args:
+        ours: runs of ``workload`` with the default backend.
 
     Returns:
         Figure with the number of outputs that differ, except outputs whose first difference is a tie.

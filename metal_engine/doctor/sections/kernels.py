@@ -104,7 +104,7 @@ def _measure(plan: Plan, loaded: LoadedModel) -> Iterator[Item]:
 
 
 def attention_errors(metal: MetalBackend, kind: AttentionKind) -> Iterator[Figure]:
-    """Yield the largest error of a row of the attention kernel for one kind of layer, for each type of the KV cache."""
+    """Yield the attention kernel's largest error of a row for one kind of layer: a figure for each KV cache dtype."""
     for kv_cache_dtype in _KV_CACHE_DTYPES:
         try:
             spec = kv_cache_spec(kind.spec, kv_cache_dtype)
@@ -125,7 +125,10 @@ def attention_errors(metal: MetalBackend, kind: AttentionKind) -> Iterator[Figur
 
 
 def index_errors(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKind]) -> Iterator[Figure]:
-    """Yield the number of rows for which the index's kernels select wrong keys, and errors of attention to the keys."""
+    """Yield the number of rows for which the kernels of a sparse attention's index select wrong keys.
+
+    If it is 0, also yield the largest error of a row of attention to the selected keys, for each kind of layer.
+    """
     name = "rows for which the index selects other keys than in float64"
     if why := unsupported_index(metal, index, kinds, _BLOCK_SIZE):
         yield not_measured(name, f"MLX's operations select keys: the kernels do not support {why}")
@@ -165,7 +168,7 @@ def _error(
 
 
 def _reference(kind: AttentionKind, rows: StepRows, state: KVState, selection: KeySelection | None) -> np.ndarray:
-    """Return attention over the stored K and V in float64, [N, Hq, Dv]."""
+    """Return attention over the K and V that ``state`` holds, computed in float64: [N, Hq, Dv]."""
     spec = kind.spec
     keys, values = (np.array(array) for array in state.read_tokens(slice(None)))
     k_cache = keys.reshape(-1, rows.block_size, spec.num_kv_heads, spec.head_dim)
@@ -241,7 +244,7 @@ class RecordingRecurrence(MetalRecurrence):
         return self._record("convolve", arguments, options)
 
     def errors(self) -> Iterator[Figure]:
-        """Yield the largest error of each recorded call against float64."""
+        """Yield the largest relative error of a row for each recorded call, compared with float64."""
         for name, arguments, options, results in self._calls.values():
             expected = getattr(references, name)(*arguments, **options)
             dtype = arguments[0].dtype

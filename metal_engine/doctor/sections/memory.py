@@ -1,4 +1,4 @@
-"""Peak memory beside the peak that the banner at the start promises, with and without wired memory."""
+"""Peak memory, compared with the peak that the server's banner promises, with and without wired memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrences and convolutions of layers: errors against float64, and times beside mlx-lm's recurrences."""
+"""Recurrences and convolutions of layers: errors relative to float64, and times relative to mlx-lm's recurrences."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def kernel_error(name: str, got: Any, expected: Any, dtype: mx.Dtype) -> Figure:
 
 
 def _small_calls(dtype: mx.Dtype) -> Iterator[tuple[str, tuple[mx.array, ...], dict[str, Any]]]:
-    """Yield the name of each kernel's method, with small arguments."""
+    """Yield the name of each kernel's method in ``MetalRecurrence``, with small arguments and options for a call."""
     mx.random.seed(0)
     rows = sum(_SEGMENTS)
     tables = mx.array(np.cumsum([0, *_SEGMENTS]).astype(np.int32)), mx.array(_READS, mx.int32)
@@ -123,10 +123,11 @@ def _mamba2_calls(rows: tuple[int, int], dtype: mx.Dtype) -> dict[str, Call]:
 
 
 def packed_gated_delta(kernels: MetalRecurrence, rows: tuple[int, int], arguments: tuple[mx.array, ...]) -> Call:
-    """Return a call of the kernel on packed rows that computes the same as mlx-lm's function with ``arguments``.
+    """Return a function that runs the kernel on packed rows, and computes the same as mlx-lm's ``gated_delta_update``.
 
     Args:
-        rows: number of requests, and of tokens of each.
+        rows: (number of requests, number of tokens of each).
+        arguments: arguments of mlx-lm's function, from :func:`gated_delta_layer`.
     """
     *inputs, a_log, dt_bias, state = arguments
     cu_seqlens, reads = _equal_segments(rows)
@@ -140,10 +141,11 @@ def packed_gated_delta(kernels: MetalRecurrence, rows: tuple[int, int], argument
 
 
 def packed_ssm_update(kernels: MetalRecurrence, rows: tuple[int, int], arguments: tuple[mx.array, ...]) -> Call:
-    """Return a call of the kernel on packed rows that computes the same as mlx-lm's function with ``arguments``.
+    """Return a function that runs the kernel on packed rows, and computes the same as mlx-lm's ``ssm_update``.
 
     Args:
-        rows: number of requests, and of tokens of each.
+        rows: (number of requests, number of tokens of each).
+        arguments: arguments of mlx-lm's function, from :func:`mamba2_layer`.
     """
     x, a_log, b, c, d, dt, dt_bias, state = arguments
     cu_seqlens, reads = _equal_segments(rows)
@@ -178,7 +180,7 @@ def gated_delta_layer(
     """Return random arguments of one layer for mlx-lm's ``gated_delta_update``.
 
     Args:
-        rows: number of requests, and of tokens of each.
+        rows: (number of requests, number of tokens of each).
         each_key: True for one gate for each of a head's ``dim`` key channels, False for one gate for each head.
     """
     normal = partial(_normal, dtype, *rows)
@@ -197,7 +199,7 @@ def mamba2_layer(rows: tuple[int, int], dtype: mx.Dtype = mx.float32) -> tuple[m
     """Return random arguments of one layer for mlx-lm's ``ssm_update``, with the sizes of a Granite 4 hybrid.
 
     Args:
-        rows: number of requests, and of tokens of each.
+        rows: (number of requests, number of tokens of each).
     """
     a_log, d = mx.log(mx.arange(1, _MAMBA_HEADS + 1)), mx.ones(_MAMBA_HEADS)
     dt_bias = mx.log(mx.expm1(mx.exp(mx.random.uniform(-6.9, -2.3, (_MAMBA_HEADS,)))))

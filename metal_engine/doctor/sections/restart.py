@@ -15,7 +15,7 @@ _OUTPUT_TOKENS = 2
 
 
 def measure(plan: Plan, model: str) -> Iterator[Item]:
-    """Yield the share of a prompt that the second engine loads, and the time of its first token."""
+    """Yield the share of a prompt that the second engine finds cached, and its relative time to first token."""
     with tempfile.TemporaryDirectory() as folder:
         (length, cached, first), (_, cached_again, second) = (
             use_engine(plan, lambda engine: _run(plan, engine), model, kv_cache_dir=folder) for _ in range(2)

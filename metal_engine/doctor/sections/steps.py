@@ -1,4 +1,4 @@
-"""Time of a decode step for each way to run steps, and utilization of the GPU."""
+"""Time of a decode step for each way to run steps (one by one, planned ahead, ...), and utilization of the GPU."""
 
 from __future__ import annotations
 
@@ -53,10 +53,12 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
 
 
 def step_figures(times: dict[str, float | str]) -> Iterator[Item]:
-    """Yield the time of a step for each way to run it, relative to the simpler way that ``_BEFORE`` names, if any.
+    """Yield the time of a step for each way to run it, relative to the time of the simpler way in ``_BEFORE``.
+
+    If there is no simpler way or it was not run, yield the time itself as a fact.
 
     Args:
-        times: seconds of a step for each way. A text is the reason why a way was not run.
+        times: way -> seconds of a step, or the reason why the way was not run.
     """
     for way, seconds in times.items():
         if isinstance(seconds, str):

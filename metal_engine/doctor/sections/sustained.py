@@ -1,4 +1,4 @@
-"""Throughput and memory under load for a minute: does the machine slow down, does memory grow?"""
+"""Change of throughput and memory under load: shows if the machine slows down or memory grows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Round:
 
     Attributes:
         rate: output tokens per second.
-        active_bytes: MLX's memory in use after the round.
+        active_bytes: memory of MLX's arrays after the round, in bytes.
     """
 
     rate: float
@@ -38,7 +38,7 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
 
 
 def sustained_figures(rounds: list[Round], num_failed_steps: int) -> Iterator[Figure]:
-    """Yield the figures of at least four rounds.
+    """Yield the changes of throughput and memory over at least four rounds, and the number of failed steps.
 
     The throughput of the last quarter of the rounds is compared with the first quarter. The memory after the last round
     is compared with the memory after the first quarter.

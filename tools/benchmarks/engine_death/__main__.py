@@ -1,4 +1,4 @@
-"""Kills the process of a server's engine at random moments under requests: no answer may be lost or different.
+"""Kills the process of a server's engine at random moments during requests. No answer may be lost or different.
 
     python -m tools.benchmarks.engine_death [--deaths 50] [--streams 16 64] [--kinds kill abort hang error]
     python -m tools.benchmarks.engine_death --models attention hybrid quantized lora ranks
@@ -66,7 +66,10 @@ async def measure(
     gap: float,
     seed: int,
 ) -> Report:
-    """Answer each request without deaths, then again under deaths. Arguments as for :class:`Deaths`."""
+    """Have a server answer each request without deaths, then again and again under ``num_deaths`` deaths.
+
+    The other arguments are those of :class:`Deaths` and :class:`Streams`.
+    """
     streams = Streams(url, num_streams)
     try:
         await streams.answer_once(requests)
@@ -96,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure_kind(kind: str, folder: Path, args: argparse.Namespace) -> bool:
-    """Print the reports of a kind of model. Return True if they are good."""
+    """Start a server of a kind of model and print a report for each number of streams. Return True if all are good."""
     model = MODELS[kind](folder, args.model)
     names = (model.model, *model.adapters)
     requests = [request for name in names for request in mixed_requests(name, args.num_each, args.max_tokens)]

@@ -1,4 +1,4 @@
-"""Answers of servers in a form that does not depend on how a stream was cut into events."""
+"""Answers of servers in a form that does not depend on the division of a stream into events."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Parts = dict[str, Any]
 
 
 def events_of(line: str) -> list[Any]:
-    """Return the JSON object of a line of an event stream, of JSON lines, or of a whole body, as a list of one.
+    """Return a list with the JSON object in a line of a response, with or without ``data: `` before it.
 
-    The list is empty for other lines.
+    Return an empty list if the line has no object.
     """
     text = line.removeprefix("data: ")
     return [json.loads(text)] if text[:1] == "{" else []
@@ -49,8 +49,9 @@ def is_end(event: Any) -> bool:
 def merged(events: Iterable[Any]) -> Parts:
     """Return the values of an answer by their places in the JSON of its events, such as ``.choices[0].delta.content``.
 
-    Texts of several events at the same place are joined. A later value of another type replaces an earlier one. If a
-    list on the way to the place has elements without an index, all values are kept as a list.
+    Texts at the same place of several events are joined. Of other values at the same place, the last one is kept. If
+    the path to a place contains a list whose elements have no ``index``, the result for the place is a list of all
+    values. Fields in ``_IGNORED`` are left out.
     """
     leaves: dict[str, list[Any]] = {}
 
@@ -79,9 +80,13 @@ def _one(place: str, values: list[Any]) -> Any:
 
 
 def difference(ours: Parts, theirs: Parts) -> str:
-    """Return a description of the first difference of two answers; an empty text if there is none.
+    """Return a description of the first difference between two answers; an empty text if there is none.
 
     Floats may differ by ``TOLERANCE``.
+
+    Args:
+        ours: answer under deaths.
+        theirs: undisturbed answer.
     """
     for place in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(place), theirs.get(place)

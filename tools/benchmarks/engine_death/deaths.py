@@ -52,7 +52,7 @@ class Report:
         num_streams: number of clients.
         kinds: number of deaths by kind.
         tally: results of the requests.
-        pauses: pauses after deaths whose new process was not killed during its load. Failed steps have none.
+        pauses: pauses after deaths whose new process was not killed during its load. Failed steps have no pauses.
         hang_seconds: duration of each hang in seconds, until the server has replaced the process.
         problems: counters that have decreased, and hangs that the server has not noticed.
         counts: increases of counters of the server.
@@ -90,7 +90,7 @@ class Report:
 
 
 class Deaths:
-    """Ends the process of a server's engine at random moments under the server's requests.
+    """Ends the process of a server's engine at random moments while the server answers requests.
 
     Args:
         streams: clients of the server.
@@ -151,9 +151,10 @@ class Deaths:
     async def _wait(self, during_load: bool) -> None:
         """Wait for the next moment of a death.
 
-        A death comes after a stream has received a part of its answer. A request gets an error if three processes die
-        while they compute it, without a token in between. Therefore, each request has at most one death since its last
-        part when the next death comes. A request without a stream has no parts, so it has at most two deaths.
+        A death comes only when a stream has received a part of its answer. A request gets an error if three processes
+        die while they compute it, without a token in between. Therefore, this method waits until no request has had
+        more than one death since its last part. A response that is not a stream has no parts before its end, so its
+        request survives at most two deaths.
         """
         while not any(sent.times for sent in self._streams.open):
             await asyncio.sleep(_POLL_SECONDS)
@@ -218,10 +219,10 @@ class Deaths:
 
 
 def _pauses(watched: Sequence[tuple[float, float, list[SentRequest]]]) -> list[Pause]:
-    """Return the parts of pauses.
+    """Return the pauses, each divided into its parts. Reads the times of the loads from the file ``LOADS``.
 
     Args:
-        watched: for each pause the times of the death and of the new engine, and the streams at the death.
+        watched: for each pause: time of the death, time at which the new engine was ready, and streams at the death.
     """
     path = Path(os.environ[LOADS])
     loads = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -23,8 +23,8 @@ class BenchmarkModel:
 
     Attributes:
         model: the server's MODEL.
-        serve_args: more arguments of the server.
-        adapters: names of LoRA adapters.
+        serve_args: additional arguments of the server.
+        adapters: names of the LoRA adapters that the server loads.
     """
 
     model: str

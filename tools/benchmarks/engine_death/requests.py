@@ -1,4 +1,4 @@
-"""Requests of every kind, whose answers are determined by their bodies."""
+"""Requests to all APIs of the server. Each is greedy or has a seed, so that its body determines its answer."""
 
 from __future__ import annotations
 

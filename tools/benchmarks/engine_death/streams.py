@@ -22,7 +22,7 @@ class SentRequest:
 
     Attributes:
         times: arrival of each part of the answer, in seconds of ``time.monotonic``.
-        num_deaths: number of deaths since the last part.
+        num_deaths: number of deaths of the engine since the last part of the answer.
     """
 
     request: MixedRequest
@@ -30,7 +30,7 @@ class SentRequest:
     num_deaths: int = 0
 
     def next_part(self, after: float) -> float | None:
-        """Return the time of the first part after a time; None if there is none."""
+        """Return the time of the first part that arrived later than ``after``; None if there is none."""
         return next((at for at in self.times if at > after), None)
 
 
@@ -41,7 +41,7 @@ class Tally:
     Attributes:
         num_answers: number of whole answers, equal or different.
         lost: errors of requests without a whole answer.
-        different: differences of answers from undisturbed ones.
+        different: descriptions of the differences between answers and undisturbed answers.
     """
 
     num_answers: int = 0
@@ -76,7 +76,7 @@ class Streams:
             raise RuntimeError(f"a request without a death: {tally.lost[0]}")
 
     async def answer_until(self, requests: Sequence[MixedRequest], end: asyncio.Event) -> Tally:
-        """Send the requests again and again until an event, and wait for their answers."""
+        """Send the requests again and again until ``end`` is set. Return the results when all answers have arrived."""
         tally = Tally()
         await self._send_all(itertools.takewhile(lambda _: not end.is_set(), itertools.cycle(requests)), tally)
         return tally
@@ -103,7 +103,7 @@ class Streams:
             self.open.remove(sent)
 
     async def _answer(self, sent: SentRequest) -> Parts:
-        """Return a whole answer. Raises RuntimeError if it is an error, or not whole."""
+        """Send a request and return its whole answer. Raises RuntimeError if the answer is an error or ends early."""
         events = []
         async with self._client.stream("POST", sent.request.path, json=sent.request.body) as response:
             if response.status_code != 200:
@@ -120,7 +120,7 @@ class Streams:
         return merged(events)
 
     async def metrics(self) -> dict[str, float]:
-        """Return the counters of the server, also those of histograms."""
+        """Return the values of all counters of the server by name with labels, including those of histograms."""
         text = (await self._client.get("/metrics")).text
         lines = [line.rpartition(" ") for line in text.splitlines() if line[:1] not in ("#", "")]
         ends = ("_total", "_sum", "_count", "_bucket")

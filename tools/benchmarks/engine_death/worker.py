@@ -1,4 +1,4 @@
-"""Process of an engine that raises the error of a device in a step when it gets SIGUSR2, and writes down its loads.
+"""Process of an engine that fails on demand: after SIGUSR2, its next step raises an error. It also records its loads.
 
 ``python -m tools.benchmarks.engine_death.worker`` takes the place of ``metal_engine.cli.engine_worker``.
 """
