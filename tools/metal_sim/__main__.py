@@ -55,7 +55,10 @@ def emit_files(folder: Path, write_list: bool) -> int:
 
 
 def agx(options: argparse.Namespace) -> int:
-    """Compile kernels with Mesa for M1 and M2."""
+    """Compile kernels with Mesa for M1 and M2, and print their registers and spills.
+
+    Return the exit status: 1 if a kernel does not compile or Mesa is missing, 2 for options that exclude each other.
+    """
     import mlx.core as mx
 
     from .agx.measure import jobs_for, measure, to_json
@@ -92,7 +95,7 @@ def agx(options: argparse.Namespace) -> int:
 
 
 def undef(options: argparse.Namespace) -> int:
-    """Search for values that loops carry although they are never set. Return the exit status: 1 if one was found."""
+    """Search for values that loops carry although they are never set. Return the exit status: 1 if any was found."""
     import mlx.core as mx
 
     from .errors import ToolchainError
@@ -116,7 +119,14 @@ def undef(options: argparse.Namespace) -> int:
 
 
 def predict_times(write: bool) -> int:
-    """Predict the times of attention on Apple GPUs."""
+    """Print the predicted times of attention on Apple GPUs.
+
+    Args:
+        write: True to also write docs/dev/kernel_times.md.
+
+    Returns:
+        Exit status: 1 if the kernels cannot be compiled.
+    """
     from .errors import CheckError, ToolchainError
     from .times.kernels import compile_kernels
     from .times.page import page
@@ -155,7 +165,7 @@ def cuda() -> int:
 
 
 def doctor() -> int:
-    """Print whether everything that the simulator needs is installed."""
+    """Print the programs and folders that the simulator uses. Return the exit status: 1 if a program is missing."""
     from .errors import ToolchainError
     from .ptx import ptxas
     from .source import mlx_headers, mlx_version

@@ -1,4 +1,4 @@
-"""Steps for every kernel of the engine with float64 references, for any kernel factory."""
+"""Steps that run every kernel of the engine and compare the results with float64. Any kernel factory can be used."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AttentionCase:
         return ATTENTION_TOLERANCE[self.dtype]
 
     def error(self, factory: Callable[..., Any]) -> float:
-        """Return the largest relative error of a row."""
+        """Run the step with kernels from ``factory``. Return the largest relative error of a row."""
         step = make_step(
             [(n, kv - n) for n, kv in self.segments],
             num_heads=self.heads[0],
@@ -85,7 +85,7 @@ class RecurrentCase:
         return RECURRENT_TOLERANCE[self._dtype]
 
     def error(self, factory: Callable[..., Any]) -> float:
-        """Return the largest relative error of a row or a new state."""
+        """Run the step with kernels from ``factory``. Return the largest relative error of a row or a new state."""
         got = self.step.run(MetalRecurrence(factory))
         return max(_largest(relative_errors(a, b)) for a, b in zip(got, self.step.reference(), strict=True))
 

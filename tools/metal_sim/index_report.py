@@ -40,14 +40,14 @@ _INDEX_KEY_BYTES, _LATENT_BYTES = 2 * _INDEX_DIM, 2 * (_LATENT_DIM + _ROPE_DIM)
 
 @dataclass(frozen=True)
 class IndexShape:
-    """A decode.
+    """Decode of one request in a layer with an index.
 
     Attributes:
-        num_keys: keys of its context, S.
-        num_heads: query heads of the latents.
-        index_heads: query heads of the index.
-        tiles: tiles of query heads. Without an index, each tile reads all latents.
-        allowed: largest ratio that the tests accept.
+        num_keys: number of keys of the request's context.
+        num_heads: number of query heads of the attention to latents.
+        index_heads: number of query heads of the index.
+        tiles: number of tiles of query heads. Without an index, each tile would read all latents.
+        allowed: largest ratio of bytes read to the bound that the tests accept.
     """
 
     num_keys: int
@@ -71,7 +71,7 @@ INDEX_SHAPES = (
 
 @dataclass(frozen=True)
 class IndexLine:
-    """Row of the table."""
+    """Row of the table: a decode and the counts of its launches."""
 
     shape: IndexShape
     launches: list[LaunchCounts]
@@ -135,6 +135,6 @@ class IndexLine:
 
 
 def index_table(lines: list[IndexLine]) -> str:
-    """Return the part of the page."""
+    """Return the section about selected keys of docs/dev/kernel_bytes.md."""
     rows = [list(_COLUMNS), ["---", *["---:"] * (len(_COLUMNS) - 1)], *(line.cells() for line in lines)]
     return _HEADER + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"

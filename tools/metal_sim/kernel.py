@@ -1,4 +1,4 @@
-"""Drop-in for ``mx.fast.metal_kernel``."""
+"""Replacement of ``mx.fast.metal_kernel`` with the same interface, which checks kernels and runs them on the CPU."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class SimulatedKernel:
         return build(unit, name, flushes_half=True) if self.flushes_half else build(unit, name)
 
     def _other_classes(self, inputs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-        """Return the same call with all arrays small, and with all arrays large.
+        """Return the inputs with all arrays small, and with all arrays large, except if that equals ``inputs``.
 
         A comment ``metal_sim: never small: name, name`` in the kernel's text names inputs that always have at least 8
         elements, and are therefore always in device memory.
@@ -228,7 +228,7 @@ class SimulatedKernel:
 
 
 def _class_of(dtype: mx.Dtype, ndim: int, size: int) -> dict[str, Any]:
-    """Return the description of a small array of the same class: dtype, dimensions, and constant or device memory."""
+    """Return the description of a small array with the same dtype, number of dimensions and size class."""
     shape = [1] * ndim
     if ndim and size >= CONSTANT_ELEMENTS:
         shape[0] = CONSTANT_ELEMENTS

@@ -244,7 +244,7 @@ MUTANTS = (
 
 @dataclass(frozen=True)
 class MutantCase:
-    """A step, and the options of its attention."""
+    """A step and the options of its attention, in which mutants of the kernels are searched for errors."""
 
     segments: list[tuple[int, int]]  # (query_len, kv_len)
     num_heads: int
@@ -319,7 +319,7 @@ CASES = (
 def run_case(backend: MetalBackend, case: MutantCase) -> str | None:
     """Run a case on ``backend``. Return a description of the first error; None if the results are right.
 
-    Sets ``backend.target_threadgroups`` to the case's.
+    Sets ``backend.target_threadgroups`` to ``case.target_threadgroups``.
     """
     step = make_step(
         [(n, kv - n) for n, kv in case.segments],
@@ -386,7 +386,10 @@ def _wrong_reads(backend: MetalBackend, step: PackedStep, case: MutantCase, laun
 
 
 def check_with(cases: Sequence[MutantCase]) -> Callable[[Mutant | None], str | None]:
-    """Return a function that returns the message of the first case that catches a mutant, or None."""
+    """Return a function that runs the cases with a mutant (None: the unchanged kernels).
+
+    The function returns the error of the first case that catches the mutant, or None.
+    """
 
     def caught(mutant: Mutant | None) -> str | None:
         backend = MetalBackend(factory_of(mutant))

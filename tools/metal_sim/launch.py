@@ -167,7 +167,7 @@ _log = _Log()
 
 @contextmanager
 def record_launches() -> Iterator[list[LaunchCounts]]:
-    """Collect the counts of every launch inside the block."""
+    """Collect the counts of every launch within this context, in order. Yields the list, which grows."""
     before, _log.recording, _log.launches = (_log.recording, _log.launches), True, []
     try:
         yield _log.launches

@@ -1,4 +1,4 @@
-"""Changes to a kernel, or to the plan of its work, that test whether the checks detect them."""
+"""Mutants: small changes to a kernel, or to the planning of its work, which the checks should detect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Mutant:
 
 
 def factory_of(mutant: Mutant | None) -> Callable[..., Any]:
-    """Return a kernel factory whose kernels contain the mutation."""
+    """Return a factory of simulated kernels that contain the mutation. None: factory of the unchanged kernels."""
 
     def factory(**arguments: Any) -> Any:
         if mutant:
@@ -47,7 +47,14 @@ def factory_of(mutant: Mutant | None) -> Callable[..., Any]:
 
 
 def run_mutants(mutants: tuple[Mutant, ...], caught: Callable[[Mutant | None], str | None]) -> int:
-    """Run all mutants, or those whose indices are on the command line. Print the results. Return 1 if one is missed."""
+    """Run all mutants, or the mutants whose indices are on the command line, and print the results.
+
+    Args:
+        caught: function that runs the checks with a mutant and returns the error that caught it, or None.
+
+    Returns:
+        Exit status: 1 if a mutant was not caught, unless its change is known to be undetectable.
+    """
     assert caught(None) is None, "the kernel itself fails"
     chosen = [int(a) for a in sys.argv[1:]] or range(len(mutants))
     missed = []

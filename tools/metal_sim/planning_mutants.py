@@ -131,7 +131,7 @@ CASES: tuple[tuple[list[tuple[int, int]], Options] | tuple[list[tuple[int, int]]
 
 
 def load_planner(mutant: Mutant | None) -> Planner:
-    """Return plan_work_items from a copy of its module that contains the mutation."""
+    """Return plan_work_items from a copy of its module that contains the mutation. None: from an unchanged copy."""
     module = ModuleType("mutated_planning")
     sys.modules[module.__name__] = module  # dataclasses look the module up there
     exec(compile(mutant.apply(SOURCE) if mutant else SOURCE, planning.__file__, "exec"), vars(module))

@@ -16,7 +16,16 @@ class RawKernel:
 
     Call it with one array per buffer, in order, or a Python or NumPy scalar for a ``constant T&``. Buffers that are not
     const are outputs and are filled in place, so their arrays must be C-contiguous. ``None`` means a buffer that a
-    function constant removes.
+    function constant removes. A call returns the counts of the launch, and raises :class:`MetalSimError` at the first
+    fault.
+
+    Args:
+        file: name of the text in error messages; None for "NAME:source".
+        own_files: see :func:`tools.metal_sim.check.check`.
+
+    Raises:
+        CheckError: the text is not legal Metal.
+        ToolchainError: the text has no such kernel, or a tool of the simulator failed.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class SimShape:
 
     @property
     def attention(self) -> AttentionShape:
-        """Attention of the shape, in float16."""
+        """Sizes of the attention as the engine's host code describes them, in float16."""
         v_head_dim, heads = self.v_head_dim or self.head_dim, self.num_kv_heads * self.group
         kept = self.quantized or (0, 0)
         return AttentionShape(
@@ -194,7 +194,7 @@ def _kv_read(launches: list[LaunchCounts]) -> int:
 
 @dataclass(frozen=True)
 class Line:
-    """Row of the table."""
+    """Row of the table: a shape and the counts of its launches."""
 
     shape: SimShape
     launches: list[LaunchCounts]
@@ -202,13 +202,13 @@ class Line:
 
     @classmethod
     def of(cls, shape: SimShape) -> Line:
-        """Run the shape, and its other requests alone."""
+        """Run the whole step of a shape, and then its other requests in a step of their own."""
         alone = replace(shape, segments=shape.others, others=())
         return cls(shape, run(shape), run(alone) if shape.others else [])
 
     @property
     def kv_read(self) -> int:
-        """Bytes of K and V read for the shape's own requests."""
+        """Bytes of K and V read for the requests in ``shape.segments``, without ``shape.others``."""
         return _kv_read(self.launches) - _kv_read(self.of_others)
 
     @property

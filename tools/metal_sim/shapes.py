@@ -281,7 +281,7 @@ def attention_layers(row: str) -> Iterator[Attention]:
 
 
 def layers_by_model() -> dict[str, list[Layer]]:
-    """Return model_type -> layers in some checkpoint of it, without duplicates."""
+    """Return a map from each model_type to the layers that its published checkpoints have, without duplicates."""
     found: dict[str, list[Layer]] = {}
     for model_type in sorted({*ATTENTION, *RECURRENT}, key=str.lower):
         attention = [layer for row in ATTENTION.get(model_type, ()) for layer in attention_layers(row)]

@@ -32,6 +32,9 @@ def place_of(library: Path, offset: int) -> Place | None:
 
 
 def _short(file: str) -> str:
-    """Return a name that ``#line`` has set without the directory that debug information adds. Paths stay unchanged."""
+    """Return "kernel:source" for "/folder/kernel:source": debug information adds a folder to the names of ``#line``.
+
+    Paths of files are returned unchanged.
+    """
     base = file.rsplit("/", 1)[-1]
     return base if base.endswith((":source", ":header", ":generated")) else file

@@ -113,7 +113,7 @@ CASES = (
 
 
 def factory_in(layout: int, factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a factory of kernels whose tensors have one of the simulator's layouts."""
+    """Return a factory that calls ``factory``, for kernels whose tensors have one of the layouts in ``LAYOUTS``."""
 
     def defining(**arguments: Any) -> Any:
         header = arguments.pop("header", "")

@@ -67,7 +67,7 @@ _NUM_BLOCKS = 8  # blocks of a cache that is never read
 
 @dataclass
 class Variant:
-    """Function that MLX would compile."""
+    """Variant of a kernel: a function that MLX would compile."""
 
     kernel: str  # "paged_attention"
     function: str  # MLX's name of the function, which contains template arguments and input types
@@ -177,9 +177,10 @@ class Recorder:
             self.refused.append((sorted(models), f"{layer} {dtype} {kv_cache_dtype}", str(error)))
 
     def record_tried_cuts(self, layer: Attention, models: set[str], dtype: mx.Dtype, kv_cache_dtype: str) -> None:
-        """Record the variants of all tried cuts of a layer, unless a recorded layer has the same work.
+        """Record the variants for all cuts that tuning tries on a layer, unless a recorded layer has the same work.
 
-        Another number of query heads with the same work, or a window, softcap or sinks, changes little of the code.
+        Layers with the same work may differ in the number of heads, and in window, softcap and sinks. These change
+        little of the code.
         """
         self.models = models
         block_size = EngineArgs(model="").block_size

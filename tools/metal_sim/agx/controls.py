@@ -1,4 +1,4 @@
-"""MLX's own kernels, compiled from the installed wheel's headers to compare the engine's kernels with.
+"""MLX's own kernels, compiled from the installed wheel's headers as controls for the figures of the engine's kernels.
 
 MLX's kernels are known to run well on Apple GPUs. If the compiler spilled registers in the loops of MLX's kernels, its
 figures for the engine's kernels would mean little.
@@ -23,7 +23,7 @@ _TWEAKS = (
 
 @dataclass(frozen=True)
 class Control:
-    """A kernel of MLX's, with template arguments and function constants as MLX launches it."""
+    """One of MLX's kernels, with template arguments and function constants as MLX launches it."""
 
     label: str
     header: str

@@ -35,10 +35,10 @@ class Row:
     """A kernel variant and its machine code.
 
     Attributes:
-        label: shape, as "128, group 4, window".
-        way: "direct" or "staged" if only that way of paged_attention was compiled.
-        made: figures of the machine code, by generation of GPU.
-        error: the compiler's message if it refuses the variant.
+        label: shape, such as "128, group 4, window".
+        way: "direct" or "staged" if only this way of paged_attention was compiled; otherwise None.
+        made: figures of the machine code, by generation of GPU (13: M1, 14: M2).
+        error: the compiler's message if it refuses the variant; otherwise None.
     """
 
     kernel: str
@@ -105,7 +105,7 @@ def only_way(text: str, way: str) -> str:
 
 
 def ways_of(variant: Variant) -> tuple[str, ...]:
-    """Return the names of a variant's ways."""
+    """Return the names of the ways in which a variant's threadgroups compute; empty for kernels with a single way."""
     if "STAGED_PARTS" not in variant.template:
         return ()
     return ("direct",) if variant.template["STAGED_PARTS"] == "0" else ("direct", "staged")
@@ -145,13 +145,15 @@ def measure(
     generations: Sequence[int] = GENERATIONS,
     say: Callable[[str], object] = lambda text: None,
 ) -> list[Row]:
-    """Compile jobs and return their rows in the same order.
+    """Compile jobs and return their rows in the same order. Rows of refused kernels have an error.
 
     Args:
+        processes: number of compilers that run at the same time.
+        generations: generations of GPU to compile for.
         say: function that receives reports of progress.
 
     Raises:
-        ToolchainError: the compiler is not available on this machine.
+        ToolchainError: the compiler is not available on this machine, or prints an unknown format.
     """
     found = packages()
 

@@ -48,7 +48,7 @@ def _kv_bytes(work: Workload, model: Model) -> int:
 
 
 def _row_bytes(work: Workload, model: Model) -> int:
-    """Return the bytes of queries and outputs."""
+    """Return the bytes of a layer's queries and outputs together, in float16."""
     return work.requests * work.query * model.heads * model.head_dim * 4
 
 
@@ -113,7 +113,13 @@ def mlx(work: Workload, model: Model, chip: Chip, kernels: Kernels) -> list[Laun
 
 
 def _blocks(kind: str, group: int, keys: int) -> int:
-    """Return the number of splits of MLX's attention in two passes, for one query."""
+    """Return the number of splits of a context in MLX's attention in two passes, for one query.
+
+    Args:
+        kind: see :attr:`tools.metal_sim.times.facts.Chip.kind`.
+        group: number of query heads per KV head.
+        keys: length of the context.
+    """
     if kind == "s":
         steps = ((8192, 128), (32768, 256), (65536, 512))
         return 64 if keys <= 1024 or group <= 4 else next((n for most, n in steps if keys <= most), 1024)

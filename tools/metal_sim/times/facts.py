@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU.
+    """An Apple GPU with a certain number of cores.
 
     Attributes:
         bandwidth: bytes per second that Apple states.

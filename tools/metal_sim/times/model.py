@@ -59,7 +59,10 @@ def busiest_core(groups: Sequence[Threadgroup], cores: int) -> float:
 
 
 def limits(launch: Launch, chip: Chip) -> dict[str, float]:
-    """Return the seconds that each resource needs for a launch."""
+    """Return the seconds that each resource needs for a launch: memory, issue, cache, core and latency.
+
+    A launch without threadgroups only needs memory.
+    """
     bandwidth = chip.bandwidth * facts.BANDWIDTH_SHARE
     found = {"memory": launch.memory / bandwidth + launch.last_level / (bandwidth * facts.LAST_LEVEL_RATE)}
     if not launch.groups:

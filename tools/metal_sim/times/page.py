@@ -28,11 +28,11 @@ def attention_seconds(launches: Sequence[Launch], chip: Chip) -> float:
 
 
 def step_seconds(work: Workload, model: Model, chip: Chip, attention: float, bits: float = 16) -> float:
-    """Return the time of a step in seconds.
+    """Return the predicted time of a step in seconds, without host time.
 
     Args:
         attention: seconds of one layer's attention.
-        bits: bits per weight.
+        bits: bits per weight, including scales.
     """
     rows = work.requests * work.query
     memory = (model.weights + model.head) * bits / 8 / (chip.bandwidth * facts.BANDWIDTH_SHARE)
@@ -42,7 +42,7 @@ def step_seconds(work: Workload, model: Model, chip: Chip, attention: float, bit
 
 
 def predicted(published: Published, kernels: Kernels) -> tuple[float, float]:
-    """Return the predicted tokens per second for a published speed, and attention's share of the step.
+    """Return the predicted tokens per second of a published measurement, and attention's share of the step's time.
 
     The prediction is for MLX's attention over contiguous K and V.
     """
