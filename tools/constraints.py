@@ -6,8 +6,8 @@
 `make` installs with the file, so that all tests run on the same versions. `make CONSTRAINTS= test` takes the newest
 versions that pyproject.toml allows. The file lists all direct and indirect dependencies of the project and its extras
 on this platform. A dependency of another platform is listed only if a package requires one exact version of it, as mlx
-does for mlx-metal. The installer chooses the versions of all others, and of the extras of OPTIONAL if these extras are
-not installed.
+does for mlx-metal. The file does not list other dependencies of another platform, or an extra in OPTIONAL that is not
+installed; for these, the installer chooses the versions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PIN = re.compile(r"^([a-z0-9-]+)==(\S+)$", re.MULTILINE)
 
 
 def project_requirements(extras: tuple[str, ...] = EXTRAS) -> list[Requirement]:
-    """Return the requirements in pyproject.toml with some extras."""
+    """Return the requirements in pyproject.toml: the project's own and those of the given extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
     return [Requirement(line) for requirements in lists for line in requirements]
@@ -114,7 +114,7 @@ def _only_version(requirement: Requirement) -> str | None:
 
 
 def constraints(versions: dict[str, str]) -> str:
-    """Return the contents of the file."""
+    """Return the contents of constraints.txt for versions by name."""
     return _head() + "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
 
 

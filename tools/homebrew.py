@@ -45,10 +45,10 @@ class Wheel:
 
 
 def dependencies(report: dict[str, Any]) -> list[Wheel]:
-    """Return the wheels in a report of ``pip install --report``, except metal-engine's own, by name.
+    """Return the wheels in a report of ``pip install --report``, sorted by name. metal-engine's own is left out.
 
     Raises:
-        ValueError: a package is not a wheel on the web, or its digest is missing.
+        ValueError: the URL of a package is not an ``https`` URL of a wheel, or its SHA-256 is missing.
     """
     wheels = []
     for item in report["install"]:

@@ -25,7 +25,7 @@ class Progress:
         self._doing = "looking for packages"
 
     def after(self, line: str) -> str:
-        """Return the text to show after another line of pip's output."""
+        """Take the next line of pip's output and return the text to show, e.g. ``3 packages; looking for numpy``."""
         if match := re.match(r"Collecting ([\w.-]+)", line):
             self._num_found += 1
             self._doing = f"looking for {match[1]}"

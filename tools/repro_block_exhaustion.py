@@ -1,4 +1,4 @@
-"""Fill the KV pool on purpose, prove that it was full, and prove that no output changed.
+"""Fill the KV pool on purpose, and check that it was full and that no output changed.
 
     python tools/repro_block_exhaustion.py             # less than a minute on two CPU cores
     python tools/repro_block_exhaustion.py --num-prompts 160 --max-tokens 48 --max-num-seqs 64
@@ -8,7 +8,8 @@ running requests together need at their end. Every pair of outputs is compared. 
 same tokens, or if the logits of the first differing tokens are closer than rounding can distinguish
 (tools/compare/equal_outputs.py).
 
-Exit status: 0 if preemption happened, the pool was full, and all outputs are equal; 1 otherwise.
+Exit status: 0 if the small pool was full, requests were preempted in it but not in the ample one, and all outputs are
+equal; 1 otherwise.
 """
 
 # ruff: noqa: E402  (the imports below may exist only in the project's own Python)
@@ -89,9 +90,10 @@ def make_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
 
 
 def pool_size(prompts: Sequence[list[int]], max_tokens: int, max_num_seqs: int, fraction: float) -> int:
-    """Return ``fraction`` of the blocks that the ``max_num_seqs`` largest requests need at their end.
+    """Return the number of blocks of the small pool.
 
-    Returns at least the blocks of the largest request, which could not run otherwise.
+    This is ``fraction`` of the blocks that the ``max_num_seqs`` largest requests together need at their end, and at
+    least the blocks of the largest request, which could not run otherwise.
     """
     final = sorted((-(-(len(p) + max_tokens - 1) // BLOCK_SIZE) for p in prompts), reverse=True)
     return max(final[0], int(fraction * sum(final[:max_num_seqs])))
@@ -99,7 +101,7 @@ def pool_size(prompts: Sequence[list[int]], max_tokens: int, max_num_seqs: int, 
 
 @contextmanager
 def live_view(llm: LLM, title: str, console: Console, guess: float = 0.0) -> Iterator[None]:
-    """Show block usage, request counts and the time left while the body runs.
+    """Show block usage, request counts and the time left until the ``with`` statement ends.
 
     If the console is not a terminal, prints only one line at the start and one at the end.
 

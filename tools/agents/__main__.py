@@ -9,12 +9,13 @@ The agents are installed from npm into the cache folder. In each turn, the model
 agent's own tools; the agent runs them and returns the results. For each turn, a row shows:
 
 - prompt tokens: tokens of the prompts of all requests, titles and the like excluded
-- known: prompt tokens in a common prefix with an earlier request, that is with its prompt and output
+- known: prompt tokens in the longest common prefix with the prompt and output of an earlier request
 - cached: prompt tokens found in the prefix cache
-- missed: known tokens that were not cached; 0 for a request that lacks at most one block
-- changed: tokens of the earlier request that the prompt does not continue, because they were changed
+- missed: known tokens that were not cached; 0 for a request that lacks at most one block (16 tokens)
+- changed: tokens of the earlier request after the common prefix, which the agent has changed or left out
 - calls, lost: calls that the model wrote, and calls that the agent did not receive as written
-- leaks, errors: texts with marks or texts that differ from the script, and responses with errors
+- leaks: received texts that contain marks of the format, such as ``<tool_call>``, or differ from the script
+- errors: responses with errors, and failures of the agent itself
 
 The exit status is 1 if an agent did not run, or if a turn has a problem.
 """
@@ -44,7 +45,7 @@ def table(found: list[AgentReport]) -> str:
 
 
 def with_table(page: str, text: str) -> str:
-    """Return the page with its table replaced."""
+    """Return ``page`` with ``text`` in place of the table between ``BEGIN`` and ``END``."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{text}\n{END}{after}"

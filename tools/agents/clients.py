@@ -25,9 +25,10 @@ class Agent:
         title: common name.
         package: package on npm.
         program: name of its executable.
-        settings: function that writes its settings into a home folder and returns its environment variables.
-        first: function that returns the arguments of the first turn.
-        later: function that returns the arguments of a later turn, which continues the conversation.
+        settings: function of the server and a home folder. It writes the agent's settings into the folder and returns
+            environment variables for the agent.
+        first: function of the server and the user's message. It returns the program's arguments for the first turn.
+        later: like ``first``, for a later turn, which continues the conversation.
     """
 
     name: str

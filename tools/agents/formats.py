@@ -1,7 +1,8 @@
 """Formats of the scripted model: a chat template, and the text in which the model writes reasoning and calls.
 
 The templates treat messages as the published templates of these models do: reasoning of earlier turns is kept, emptied
-or dropped, and calls are written as the model writes them. Tools are listed as JSON, one a line, for the script.
+or dropped, and calls are written as the model writes them. Unlike those, each template lists the tools as JSON, one on
+each line, so that the script can read them.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ class Format:
     Marks are strings of the format that delimit parts of a text, such as ``<tool_call>``.
 
     Attributes:
-        name: name for the options of the soak, and of the template's file.
+        name: name for the option ``--format``, and name of the template's file without ``.jinja``.
         tool_parser: argument of ``--tool-call-parser``.
         reasoning_parser: argument of ``--reasoning-parser``.
-        heads: pattern for the start of a message. The group that matches is the role: user, assistant, tool or other.
+        heads: pattern for the start of a message. The name of the matching group is the role: user, assistant, tool or
+            other.
         special: marks that are special tokens.
         added: marks that are added tokens of the vocabulary but not special.
         texts: marks that are not tokens.
         end: mark that ends an answer without calls.
         call_end: mark that ends an answer with calls.
-        written: function that writes an answer, without the mark at its end.
-        reasons_every: a turn reasons if its number is a multiple of this number; 0: no turn reasons.
+        written: function that returns the text of an answer in this format, without the mark at its end.
+        reasons_every: the model reasons in turns whose number is a multiple of this; 0: in no turn.
         is_parallel: True if an answer may have several calls.
     """
 

@@ -26,7 +26,7 @@ class Turn:
         number: number of the turn, from 1 on.
         start: time before the run, in seconds since the epoch.
         end: time after the run, in seconds since the epoch.
-        printed: output of the agent.
+        printed: standard output of the agent.
         problem: reason why the run failed; None if it ended with status 0.
     """
 
@@ -49,10 +49,11 @@ class TurnReport:
         num_requests: number of requests that generated text, requests for titles included.
         num_prompt_tokens: tokens of the prompts.
         longest_prompt: tokens of the longest prompt.
-        num_known_tokens: prompt tokens in a common prefix with the prompt and output of an earlier request.
+        num_known_tokens: prompt tokens in the longest common prefix with the prompt and output of an earlier request.
         num_cached_tokens: prompt tokens found in the prefix cache.
         num_missed_tokens: known tokens that were not found in the cache. A request that lacks at most one block adds 0.
-        num_changed_tokens: tokens of earlier requests that the following prompt does not continue; 0 in the first turn.
+        num_changed_tokens: tokens of these earlier requests after the common prefix, if the prompt goes on with other
+            tokens or ends there; 0 in the first turn.
         num_calls: calls that the model wrote.
         lost_calls: calls that the agent did not receive as written.
         leaks: texts with marks of the format, or texts that differ from the script.
@@ -133,9 +134,10 @@ def _add_tokens(found: TurnReport, one: LoggedRequest) -> None:
 
 
 def _lost_calls(logged: Sequence[LoggedRequest], responses: Sequence[Received]) -> list[str]:
-    """Return the model's calls that the agent did not receive unchanged, and received calls that are not the model's.
+    """Return a text for each call that differs between the model's outputs and the responses.
 
-    Calls whose arguments are not JSON are included.
+    These are the model's calls that no response has unchanged, received calls that the model did not write, and
+    received calls whose arguments are not JSON.
     """
     written = Counter(_as_text(call) for one in logged for call in one.calls)
     parsed: Counter[str] = Counter()

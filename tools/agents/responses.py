@@ -16,7 +16,7 @@ class Received:
     Attributes:
         text: text for the user.
         reasoning: reasoning.
-        calls: names of the tool calls, and their arguments as text.
+        calls: name of each tool call, and its arguments as JSON text.
         usage: numbers of prompt tokens and of cached prompt tokens; None if the response has no usage.
         error: error that the response reports; None if there is none.
     """

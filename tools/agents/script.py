@@ -26,10 +26,13 @@ _OTHER = '{"title": "Soak"}'
 
 
 def task(turn: int, file: str) -> str:
-    """Return the user's message of a turn, from 1 on. Four consecutive turns contain every kind of output.
+    """Return the user's message of a turn. It asks for an answer, a command, a file to read, or for command and file.
+
+    Four consecutive turns contain each of these four kinds.
 
     Args:
-        file: path of the file to read. It contains the second text to look for.
+        turn: number of the turn, from 1 on.
+        file: path of the file to read. Its content, :func:`note`, is the second text to look for.
     """
     kind = ("both", "answer", "run", "read")[turn % 4]
     command = f"test 1 -lt 2 && echo 'é😀 <b>' \"ran-$(({turn} * 7))\""
@@ -37,12 +40,12 @@ def task(turn: int, file: str) -> str:
 
 
 def note(turn: int) -> str:
-    """Return the content of the turn's file."""
+    """Return the content of the file that the agent reads in a turn."""
     return f"note-{turn}-end"
 
 
 def done(turn: int) -> str:
-    """Return the last text of a turn whose calls were all run by the agent."""
+    """Return the model's last text in a turn. The model writes it if the prompt has the results of all calls."""
     return f"Turn {turn} is done."
 
 
@@ -79,7 +82,10 @@ class Prompt:
 
 
 def parse_prompt(text: str, answer_format: Format) -> Prompt:
-    """Parse a prompt that was rendered with the template of a format. The start of the output is not a message."""
+    """Parse a prompt that was rendered with the template of a format.
+
+    The prompt ends with the head of the message that the model is to write. This head is not returned as a message.
+    """
     heads = list(answer_format.heads.finditer(text))
     messages = [(head.lastgroup or "", text[head.end() : following.start()]) for head, following in pairwise(heads)]
     tools: list[Tool] = []
@@ -93,6 +99,8 @@ def parse_prompt(text: str, answer_format: Format) -> Prompt:
 
 def next_output(text: str, answer_format: Format) -> Output:
     """Return the output that the model generates after a prompt.
+
+    A prompt without a task or without tools gets a title as JSON.
 
     Raises:
         LookupError: the task needs a tool that runs commands or reads files, and the prompt lists none.

@@ -44,16 +44,17 @@ class LoggedRequest:
         turn: number of the turn; None for a request without a task, for example for a title.
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: prompt tokens found in the prefix cache.
-        num_known_tokens: length of the longest common prefix of the prompt and an earlier request. The tokens of an
-            earlier request are its prompt and its output.
-        num_earlier_tokens: number of tokens of the earlier request with the longest common prefix.
+        num_known_tokens: length of the longest prefix that the prompt has in common with the tokens (prompt and output)
+            of an earlier request.
+        num_earlier_tokens: number of tokens (prompt and output) of that earlier request; 0 if there is none.
         num_output_tokens: length of the scripted output.
         content: text for the user.
         calls: names and arguments of the calls.
         reasoning: reasoning before the content.
-        was: start of the earlier request's text after the common prefix; empty if the prompt continues the whole
-            earlier request.
-        now: start of the prompt's text after the common prefix; empty like ``was``.
+        was: text of the earlier request after the common prefix, at most 120 characters; empty if the prompt continues
+            the whole earlier request.
+        now: text of the prompt after the common prefix, at most 120 characters; empty if the prompt continues the whole
+            earlier request, or ends with the prefix.
     """
 
     time: float
@@ -87,7 +88,10 @@ class Script:
     _earlier: list[np.ndarray] = field(default_factory=list)
 
     def begin(self, new: NewRequestData) -> None:
-        """Determine the output of a request. A request that resumes after preemption keeps its output."""
+        """Determine the output of a new request and write the request to the log.
+
+        A request that resumes after preemption keeps its output and is not logged again.
+        """
         if new.request_id in self._outputs:
             return
         prompt = np.array(new.token_ids[: new.num_prompt_tokens], np.int32)
@@ -137,7 +141,10 @@ class Script:
 
 
 def scripted_sampling(script: Script) -> type[StepSampling]:
-    """Return the class to use in place of :class:`StepSampling`. Loads MLX."""
+    """Return a subclass of :class:`StepSampling` with which each request generates its tokens of ``script``. Loads MLX.
+
+    A large number is added to the logit of each row's scripted token before sampling.
+    """
     import mlx.core as mx
 
     from metal_engine.runner.step_sampling import StepSampling

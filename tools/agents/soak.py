@@ -36,7 +36,7 @@ class AgentReport:
     Attributes:
         agent: the agent.
         reports: figures of its turns.
-        row: row of the table of all agents; None if there is a ``problem``.
+        row: the agent's row in the table of all agents; None if there is a ``problem``.
         problem: error of the installation or of the first turn; None if both succeeded.
     """
 
@@ -78,6 +78,8 @@ def scripted_server(answer_format: Format, folder: Path) -> Iterator[tuple[str, 
 
 def soak(agent: Agent, answer_format: Format, num_turns: int, url: str, log: Path, folder: Path) -> AgentReport:
     """Run an agent for a number of turns of one conversation. Prints a row for each turn.
+
+    Stops if the agent cannot be installed, or after the first turn if that has errors. The report has the ``problem``.
 
     Args:
         url: URL of the scripted server.

@@ -10,13 +10,13 @@ TRIES = Path(__file__).parent / "tries"
 
 @dataclass(frozen=True)
 class Client:
-    """Client with its own environment.
+    """Client library or program that is tried in its own virtual environment.
 
     Attributes:
         name: common name of the client.
-        package: package whose version is reported.
+        package: package on PyPI to install. Its version is reported.
         requirements: further packages on PyPI to install.
-        script: script in `tries/` that prints a line of JSON for each attempt.
+        script: name of the script in ``tries/`` that prints a line of JSON for each attempt.
     """
 
     name: str

@@ -73,8 +73,9 @@ def version_of(client: Client, venvs: Path) -> str:
 
 
 def attempts_of(python: Path, script: Path, url: str, model: str) -> tuple[Attempt, ...]:
-    """Run a script of `tries/` and parse its output. A script that fails or takes too long adds a failed attempt.
+    """Run a script of ``tries/`` and parse its output.
 
+    If the script itself fails or takes longer than ``_CLIENT_SECONDS``, a failed attempt ``the script`` comes last.
     The script gets an empty home folder and none of this shell's settings, keys and proxies.
     """
     with tempfile.TemporaryDirectory(prefix="client-") as home:
@@ -95,7 +96,7 @@ def attempts_of(python: Path, script: Path, url: str, model: str) -> tuple[Attem
 
 
 def attempts_in(printed: str) -> tuple[Attempt, ...]:
-    """Parse a script's reports in the output of its client."""
+    """Parse the lines of JSON that ``try_all`` printed. Other lines, which the client printed, are skipped."""
     return tuple(Attempt(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"what":'))
 
 
@@ -110,7 +111,7 @@ def try_client(client: Client, venvs: Path, url: str, model: str) -> ClientResul
 
 
 def cell(text: str, limit: int = 160) -> str:
-    """Return a text as a cell of a Markdown table: one line of limited length."""
+    """Return a text as a cell of a Markdown table: one line of at most ``limit`` characters."""
     line = " ".join(text.split()).replace("|", "\\|")
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
@@ -126,7 +127,7 @@ def table(results: list[ClientResult]) -> str:
 
 
 def with_table(page: str, text: str) -> str:
-    """Return the page with its table replaced."""
+    """Return ``page`` with ``text`` in place of the table between ``BEGIN`` and ``END``."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{text}\n{END}{after}"
@@ -134,7 +135,7 @@ def with_table(page: str, text: str) -> str:
 
 @contextmanager
 def server(url: str | None, model: str) -> Iterator[str]:
-    """Yield the URL of the given server, or of a server started for this run."""
+    """Yield ``url``. If it is None, start a server that serves ``model``, yield its URL, and stop it at the end."""
     if url is not None:
         yield url.rstrip("/")
         return

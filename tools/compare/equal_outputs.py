@@ -1,9 +1,9 @@
 """Definition and check of equal greedy outputs.
 
 Matrix products round differently depending on the number of rows, which changes logits by about 2.5e-5. If the logits
-of two tokens are closer than that, either token can win, and the rest of the output differs. Two outputs are therefore
-equal if they have the same tokens, or if the logits of the first differing tokens differ by less than ``MAX_GAP``
-(float32, from the model's own forward on the common prefix). The second kind is counted and reported.
+of two tokens differ by less, either token can win, and the rest of the output differs. Two outputs are therefore equal
+if they have the same tokens, or if the logits of the first differing tokens differ by less than ``MAX_GAP``. These
+logits are float32, from the model's own forward on the common prefix. ``Comparison.same`` tells the two cases apart.
 """
 
 from __future__ import annotations

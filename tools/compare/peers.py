@@ -46,7 +46,7 @@ class Peer:
 
     @property
     def version(self) -> str:
-        """Return the installed version."""
+        """Version that is installed in the peer's environment."""
         code = f"import importlib.metadata as m; print(m.version({self.name!r}))"
         return subprocess.run(
             [str(self.folder / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True

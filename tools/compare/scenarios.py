@@ -16,8 +16,8 @@ class Group:
     """Requests that are measured together.
 
     Attributes:
-        due: start of each request in seconds after the start of its phase.
-        max_concurrency: maximum number of requests in flight; None for no limit.
+        due: earliest start of each request, in seconds after the start of its phase.
+        max_concurrency: maximum number of the group's requests in flight, for which later ones wait; None for no limit.
     """
 
     name: str
@@ -28,7 +28,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Goal:
-    """Goal that ``metric`` of ``group`` is at least, or at most, ``factor`` times the best peer's figure."""
+    """Goal for metal-engine's ``metric`` of ``group``, divided by the best peer's.
+
+    The goal is met if the ratio is at least ``factor``, or, if ``at_least`` is false, at most ``factor``.
+    """
 
     group: str
     metric: str
@@ -38,7 +41,9 @@ class Goal:
 
 @dataclass(frozen=True)
 class PeerScenario:
-    """Phases that run one after another on a newly started server. The groups of a phase run concurrently.
+    """Requests for comparing servers, in phases that run one after another on a newly started server.
+
+    The groups of a phase run concurrently.
 
     Attributes:
         phases: function that returns the groups of each phase for a tokenizer and a seed.

@@ -128,7 +128,7 @@ def _one_line(scenario: PeerScenario, result: Result) -> str:
 
 
 def read_results(folder: Path) -> dict[str, dict[str, list[Result]]]:
-    """Return scenario -> server -> results of its rounds."""
+    """Return the results in a folder by scenario and server, e.g. ``found["1"]["mlx-lm"]``: one result a round."""
     found: dict[str, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -141,7 +141,10 @@ def median_of(rounds: Sequence[Result], group: str, metric: str) -> float:
 
 
 def report(folder: Path, scenarios: Sequence[PeerScenario]) -> None:
-    """Print Markdown: medians over rounds, and metal-engine relative to the best peer."""
+    """Print the results in a folder as Markdown.
+
+    Each scenario gets a table of medians over rounds, and for each goal metal-engine's ratio to the best peer.
+    """
     found = read_results(folder)
     for scenario in scenarios:
         servers = found.get(scenario.name)

@@ -38,9 +38,9 @@ _TREE = Path(__file__).resolve().parents[2]
 
 
 def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
-    """Run steps for each line on stdin: one prefill step, or a few decode steps.
+    """Build the engine, print ``ready``, and run steps for each line on stdin: one prefill step, or five decode steps.
 
-    Prints a JSON list of the steps' seconds for each line, without the first of several steps.
+    After these steps, prints a JSON list of their seconds. The first of the decode steps is left out.
     """
     load_optimized_blas()
     from metal_engine.attention.portable import backend as portable
@@ -116,7 +116,7 @@ def _turn(process: subprocess.Popen[str]) -> float:
 
 
 def _take_turns(processes: list[subprocess.Popen[str]], turns: int) -> list[list[float]]:
-    """Return the seconds of a step by process and round."""
+    """Return for each process a list with the median seconds of a step in each turn."""
     seconds: list[list[float]] = [[] for _ in processes]
     for turn in range(turns):
         for i in range(len(processes)):  # each variant is first equally often

@@ -98,7 +98,7 @@ def create_app(prefill_url: str, decode_url: str) -> FastAPI:
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body for the prefill server: the same prompt, and one token to generate."""
+    """Return the client's body, changed for the prefill server: one token, no stream, and the prompt's KV is saved."""
     prefill = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     limits = [key for key in _LIMITS if key in prefill] or ["max_tokens"]
     return prefill | dict.fromkeys(limits, 1) | {"kv_transfer_params": {"do_remote_decode": True}}
@@ -128,7 +128,7 @@ class EndingResponse(StreamingResponse):
 
 
 class _Exchange:
-    """One request on both servers."""
+    """One request of a client, which is sent to both servers."""
 
     def __init__(
         self, client: httpx.AsyncClient, prefill: str, decode: str, headers: dict[str, str], body: dict
@@ -165,7 +165,10 @@ class _Exchange:
         return EndingResponse(pass_through(), answer.status_code, headers, end)
 
     async def _prefill(self) -> bool:
-        """Send the request to the prefill server. Return True if it has computed the prompt."""
+        """Send the request to the prefill server. Return True if it has computed the prompt.
+
+        If it fails or does not respond, logs a warning and returns False.
+        """
         try:
             answer = await self._client.post(self._prefill_url, json=prefill_body(self._body), headers=self._headers)
         except httpx.HTTPError as error:

@@ -30,7 +30,7 @@ def try_all(*attempts: Callable[[], object]) -> None:
 
 
 def expect(condition: object, what: object) -> None:
-    """Raise AssertionError if ``condition`` is false. The message has ``what``, the actual result."""
+    """Raise AssertionError if ``condition`` is false. ``what`` is the actual result, which the message shows."""
     if not condition:
         raise AssertionError(f"got {str(what)[:300]!r}")
 
