@@ -50,14 +50,22 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Values as written in the notes: one for each server, metal-engine's first, and its ratio to the best peer's."""
+    """Values of a row, as written in the notes.
+
+    Attributes:
+        values: one for each server, metal-engine's first.
+        ratio: metal-engine's value divided by the best value of the other servers.
+    """
 
     values: tuple[str, ...]
     ratio: str
 
 
 def rows_of(notes: str) -> tuple[list[str], dict[tuple[str, str], Row]]:
-    """Return the servers' names, and the rows by (scenario, measure). Rows without a value for a server are skipped."""
+    """Return the servers' names, and the rows by scenario and measure, e.g. ``("1", "tok/s")``.
+
+    Rows without a value for a server are skipped.
+    """
     lines = [line for line in notes[notes.index(SECTION) :].splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     servers = cells[0][2:6]
@@ -71,7 +79,7 @@ def rows_of(notes: str) -> tuple[list[str], dict[tuple[str, str], Row]]:
 
 
 def chosen(notes: str) -> tuple[list[str], list[tuple[Figure, Row]]]:
-    """Return the servers' names, and the figures that the page shows."""
+    """Return the servers' names, and each of :data:`FIGURES`, which the page shows, with its row of the notes."""
     servers, rows = rows_of(notes)
     return servers, [(figure, rows[figure.scenario, figure.measure]) for figure in FIGURES]
 

@@ -49,12 +49,18 @@ MODELS = (
 
 
 def gpu_bytes(gib: int) -> int:
-    """Return how much of a Mac's memory macOS lets the GPU use: two thirds up to 32 GiB, three quarters above."""
+    """Return the bytes that the GPU may use on a Mac with ``gib`` GiB.
+
+    macOS allows two thirds of the memory up to 32 GiB, and three quarters above.
+    """
     return gib * GIB * 2 // 3 if gib <= 32 else gib * GIB * 3 // 4
 
 
 def kv_tokens(model: Model, gib: int) -> int:
-    """Return how many tokens the KV cache holds on a Mac with ``gib`` GiB. Below 1, the model does not fit."""
+    """Return how many tokens the KV cache holds on a Mac with ``gib`` GiB.
+
+    If the result is below 1, the model does not fit.
+    """
     budget = int(gpu_bytes(gib) * EngineArgs(model="").gpu_memory_utilization)
     return (budget - model.weight_bytes - STEP_BYTES - MARGIN_BYTES) // model.kv_bytes
 

@@ -1,4 +1,4 @@
-"""Takes the screenshots of the page for README.md and docs/cli.md: ``python -m tools.docs.page``.
+"""Takes the screenshots of the server's page for README.md and docs/cli.md: ``python -m tools.docs.page``.
 
 Serves the demo model with a small KV cache, sends two questions, fills the cache, and takes pictures with a headless
 Chromium: docs/images/page-light.png, page-dark.png and page-phone.png. Takes a minute on two idle cores. Other
@@ -44,7 +44,10 @@ def ask(page: object, text: str, number: int) -> None:
 
 
 def pictures(browser: Browser, url: str) -> None:
-    """Take all screenshots of one open page, whose theme and window size are changed in between."""
+    """Open the server's page, ask two questions, fill the cache, and write three screenshots to ``IMAGES``.
+
+    The screenshots show the same page in the light theme, in the dark theme, and on a phone.
+    """
     page = browser.new_page(viewport=DESK, color_scheme="light")
     page.set_default_timeout(PATIENCE)
     page.goto(url)

@@ -75,7 +75,12 @@ class Result:
 
 
 def check(sentences: Iterable[Sentence], min_score: float = MIN_SCORE, depth: int = 2) -> Result:
-    """Score sentences. ``depth`` is the number of folder levels by which the result counts sentences."""
+    """Score sentences.
+
+    Args:
+        min_score: score from which a sentence is flagged.
+        depth: number of folder levels by which the result counts sentences; 2 counts by ``tools/docs``.
+    """
     result = Result()
     for sentence in sentences:
         result.num_sentences[_folder_of(sentence.path, depth)] += 1
@@ -86,7 +91,7 @@ def check(sentences: Iterable[Sentence], min_score: float = MIN_SCORE, depth: in
 
 
 def find_files(paths: list[str]) -> list[Path]:
-    """Return the Python and Markdown files among and under some paths, sorted."""
+    """Return the files in ``paths``, and the Python and Markdown files under its folders, sorted."""
     found: set[Path] = set()
     for name in paths:
         path = Path(name)
@@ -129,7 +134,7 @@ def added_lines(revisions: str) -> dict[str, set[int]]:
 
 
 def _read(path: Path, revisions: str | None) -> str:
-    """Return a file's text: from the newer revision if ``revisions`` is ``A..B``, otherwise from disk."""
+    """Return a file's text: from revision B if ``revisions`` is ``A..B``, otherwise from disk."""
     if revisions and ".." in revisions:
         newer = revisions.split("..")[-1].lstrip(".") or "HEAD"
         command = ["git", "show", f"{newer}:./{path.as_posix()}"]
@@ -138,13 +143,20 @@ def _read(path: Path, revisions: str | None) -> str:
 
 
 def all_sentences(paths: list[str], *, messages: bool = True) -> Iterator[Sentence]:
-    """Yield the sentences of the files among and under some paths."""
+    """Yield the sentences of the files and folders in ``paths``.
+
+    Args:
+        messages: False to skip strings that are not docstrings.
+    """
     for path in find_files(paths):
         yield from sentences_of(path, _read(path, None), messages=messages)
 
 
 def changed_sentences(paths: list[str], revisions: str, *, messages: bool = True) -> Iterator[Sentence]:
-    """Yield the sentences that touch lines added by ``git diff REVISIONS`` in files among and under some paths.
+    """Yield the sentences on lines that ``git diff REVISIONS`` adds, in the files and folders in ``paths``.
+
+    Args:
+        messages: False to skip strings that are not docstrings.
 
     Raises:
         subprocess.CalledProcessError: git does not know a revision.

@@ -183,7 +183,11 @@ _EMPTY_WORDS = frozenset(_EMPTY.split())
 
 
 def measure(text: str) -> list[tuple[str, float]]:
-    """Return names and weights of a whole sentence's properties: length, negations, pronouns, words without content."""
+    """Return the patterns that depend on a whole sentence, with their weights, e.g. ``[("long", 1.0)]``.
+
+    These are its length, and its numbers of negations, pronouns, words without technical content, commas and colons.
+    A weight below 0 is a bonus.
+    """
     found: list[tuple[str, float]] = []
     words = _WORD.findall(text)
     if not words:

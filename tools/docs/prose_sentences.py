@@ -21,7 +21,7 @@ class Sentence:
         path: path of the file.
         first_line: line of the file on which the sentence starts.
         last_line: line of the file on which the sentence ends.
-        kind: `doc`, `entry` (one item of an Args or Attributes section), `comment`, `message` or `markdown`.
+        kind: ``doc``, ``entry`` (one item of an Args or Attributes section), ``comment``, ``message`` or ``markdown``.
         is_first: True if the sentence is the first of its docstring, comment or paragraph.
     """
 

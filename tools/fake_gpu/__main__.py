@@ -1,4 +1,4 @@
-"""Command line: ``python -m tools.fake_gpu report``."""
+"""Command line: ``python -m tools.fake_gpu report`` and ``python -m tools.fake_gpu host``."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class FakeGpuSettings:
         max_ops: kernels after which a command buffer is committed, as ``MLX_MAX_OPS_PER_BUFFER``.
         max_mb: "megabytes" (2**20 elements) after which a command buffer is committed, as ``MLX_MAX_MB_PER_BUFFER``.
         pool_array_bytes: smallest size of a new array that counts as a copy of a pool's array.
-        is_late: True for a device that completes a command buffer only when a thread waits for the device: for the end
-            of a step, or in MLX's throttle. No time of the host decides what such a device has completed.
+        is_late: True to complete a command buffer only when a thread waits for the device: for the end of a step, or
+            in MLX's throttle. The completed work then does not depend on the speed of the host.
     """
 
     encode_us: float = 0.0
@@ -83,7 +83,7 @@ class Counts:
     Attributes:
         kernels: evaluated operations, except views.
         views: evaluated views.
-        copies: number of copies made by writes, for arrays of any size.
+        copies: writes into a part of an array that copied the array, of any size, because it was still in use.
         pool_copies: new arrays of at least ``pool_array_bytes``.
         commits: committed command buffers with at least one kernel.
         encode_ns: host time in the fake GPU, including ``encode_us`` and ``view_us``.
@@ -128,7 +128,7 @@ class FakeGpu:
         self._library.fake_configure(ctypes.byref(_CSettings(*astuple(settings))))
 
     def counts(self, *, reset: bool = False) -> Counts:
-        """Return the counts since the last reset."""
+        """Return the counts since the last reset. With ``reset``, counting begins again at 0."""
         found = (ctypes.c_long * len(Counts.__dataclass_fields__))()
         self._library.fake_counts(found, reset)
         return Counts(*found)
@@ -137,7 +137,8 @@ class FakeGpu:
     def held(self) -> Iterator[None]:
         """Prevent command buffers from completing inside the context.
 
-        Inside the context, a wait for a command buffer would block, and so would the eleventh commit.
+        Inside the context, a thread that waits for a command buffer, or commits an eleventh one, blocks until the
+        context ends.
         """
         self._library.fake_gate(False)
         try:
@@ -148,10 +149,11 @@ class FakeGpu:
 
 @functools.cache
 def install() -> FakeGpu:
-    """Patch libmlx, once. ``mlx.core`` must not have been imported.
+    """Patch libmlx and return the fake GPU. Later calls return the same object.
 
     Raises:
-        FakeGpuError: the machine or the version of MLX is not supported, or there is no compiler.
+        FakeGpuError: ``mlx.core`` has been imported before, the machine or the version of MLX is not supported, or a
+            compiler or ``nm`` is missing.
     """
     if "mlx.core" in sys.modules:
         raise FakeGpuError("mlx.core has been imported: the fake GPU must be installed before")
@@ -198,7 +200,7 @@ def _find_mlx() -> tuple[Path, str]:
 
 
 def _loaded_at(library: Path) -> int:
-    """Return the address to which offsets in a loaded library are relative. Raises FakeGpuError if it is not loaded."""
+    """Return the address at which a library begins in this process. Raises FakeGpuError if it is not loaded."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, offset, *_, path = line.split(maxsplit=5)
         if int(offset, 16) == 0 and os.path.samefile(path, library) if path.startswith("/") else False:
@@ -225,7 +227,7 @@ def _offsets(library: Path) -> dict[str, int]:
 
 
 def _change_python() -> None:
-    """Add Python functions of a Mac's device that this libmlx lacks."""
+    """Replace Python functions that describe the device, and set MLX's memory limit to the fake GPU's memory."""
     import mlx.core as mx
 
     from metal_engine.device import info

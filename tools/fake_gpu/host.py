@@ -1,6 +1,6 @@
 """Measures the CPU time of the thread that runs decode steps on the fake GPU.
 
-The steps are built each time, or replayed, or those of mlx-lm.
+Compares steps that the engine builds each time, steps that it replays, and mlx-lm's steps.
 
 Imports MLX, so :func:`tools.fake_gpu.install` must be called first.
 """
@@ -60,7 +60,10 @@ class Ours:
 
 
 class MlxLm:
-    """mlx-lm's generator on the same model with the same number of sequences. Does not decode text."""
+    """mlx-lm's generator, for comparison with :class:`Ours`: same model and number of sequences, all in decode.
+
+    Does not convert tokens to text.
+    """
 
     def __init__(self, workload: Workload) -> None:
         stream = mx.default_stream(mx.default_device())
@@ -84,8 +87,8 @@ class Times:
     """Times of each step in microseconds.
 
     Attributes:
-        whole: CPU time of the thread.
-        evaluated: part of that time spent in MLX's evaluation.
+        whole: CPU time of the thread that runs the steps.
+        evaluated: part of ``whole`` in ``mx.eval`` and ``mx.async_eval``.
     """
 
     whole: list[float] = field(default_factory=list)
@@ -140,7 +143,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
-    """Print the report. Return the exit status of the process: 1 if a figure is missed."""
+    """Print the report. Return the exit status of the process.
+
+    It is 1 if replayed steps take more than ``MAX_REPLAYED`` of the time of built steps, or at least the time of
+    mlx-lm's steps. With ``--no-figures`` or ``--profile``, it is 0.
+    """
     workload = workload_of(args)
     limits = command_buffer_limits([workload.model], mx.device_info()["memory_size"], allows_queued_dispatch=True)
     assert limits.max_ops is not None  # limits exist for this model

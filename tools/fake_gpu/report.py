@@ -37,9 +37,9 @@ class ReportCase:
     """One row of the report.
 
     Attributes:
-        name: way of dispatching steps.
+        name: way of dispatching steps, e.g. ``one by one``.
         ahead: value of ``--async-scheduling``.
-        behind: True to dispatch a step while earlier steps run.
+        behind: True to dispatch a step while earlier steps run on the device.
         limits: ``max_ops`` and ``max_mb`` of :class:`FakeGpuSettings`.
         encode_us: host time for each kernel in microseconds.
         is_mixed: True to add prompts between decode steps.
@@ -80,9 +80,9 @@ def measure_case(gpu: FakeGpu, case: ReportCase, workload: Workload, gpu_ms: flo
 
 
 class _Prompts:
-    """Adds a prompt every few steps.
+    """Adds a request every ``_MIXED_EVERY`` steps.
 
-    Prompts are prepared beforehand, because a server prepares them in other threads.
+    Requests are prepared beforehand, because a server prepares them in other threads.
     """
 
     def __init__(self, engine: SteppedEngine, workload: Workload) -> None:
@@ -131,7 +131,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
-    """Print the report. Return the exit status of the process: 1 if a figure is missed."""
+    """Print the report. Return the exit status of the process.
+
+    It is 1 if a case misses a figure of :func:`missed_figures`, or if replayed steps without encoding take more than
+    ``MAX_REPLAYED`` of the time of built steps. With ``--no-figures``, it is 0.
+    """
     workload = replace(workload_of(args), num_blocks=args.num_blocks)
     ours = command_buffer_limits([workload.model], mx.device_info()["memory_size"], allows_queued_dispatch=True)
     limits = args.max_ops or ours.max_ops, args.max_mb or ours.max_mb

@@ -77,7 +77,7 @@ class Workload:
         prompt_len: number of tokens of a prompt.
         max_tokens: number of output tokens of a request.
         config: configuration of the model. Default: the demo model's.
-        prefix_caching: True to cache blocks, and recurrent states at their ends, for later prompts.
+        prefix_caching: True to cache the KV blocks, and the recurrent states at the ends of blocks, for later prompts.
     """
 
     num_requests: int = 32

@@ -63,7 +63,11 @@ class GatewayFleet:
         self.processes[url] = process
 
     def watch(self) -> NoReturn:
-        """Restart servers that end, forever. Raises NotStartedError if the gateway ends."""
+        """Restart servers that end, forever. Prints changes of the list of servers that the gateway uses.
+
+        Raises:
+            NotStartedError: the gateway has ended, or a restarted server did not become ready.
+        """
         known = healthy_servers(self.url)
         while True:
             time.sleep(_LOOK_SECONDS)

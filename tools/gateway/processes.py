@@ -44,7 +44,7 @@ class NotStartedError(RuntimeError):
 def running(
     name: str, command: Sequence[str], is_ready: Callable[[], bool], log: TextIO | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a process that is ready. At the end, sends it SIGTERM and waits for its end.
+    """Start a process and yield it once it is ready. At the end, sends it SIGTERM and waits for its end.
 
     Args:
         name: name for error messages.
@@ -52,7 +52,7 @@ def running(
         log: file for the output of the process. None discards it.
 
     Raises:
-        NotStartedError: the process did not become ready.
+        NotStartedError: the process ended, or was not ready within ``_START_SECONDS``.
     """
     output = subprocess.DEVNULL if log is None else log
     process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
@@ -80,7 +80,7 @@ def end(process: subprocess.Popen[bytes], timeout: float = 60.0) -> None:
 
 
 def answers(url: str) -> bool:
-    """Return True if a GET gets status 200."""
+    """Return True if a GET request to ``url`` gets status 200 within 5 s."""
     try:
         return httpx.get(url, timeout=5.0).status_code == 200
     except httpx.HTTPError:

@@ -41,7 +41,7 @@ class Varied:
 
     Attributes:
         title: heading of its column.
-        values: label -> arguments changed for this value.
+        values: for each value, its label in the table, and the arguments of the command line that change.
     """
 
     title: str
@@ -117,7 +117,7 @@ def traffic_of(args: argparse.Namespace, num_replicas: int) -> TrafficConfig:
 
 
 def run(args: argparse.Namespace, num_replicas: int, policy: str, model: StepTimeModel) -> SimulationSummary:
-    """Run a scenario. Small fleets are run several times with different seeds."""
+    """Run a scenario and return its figures. Small fleets are run several times with different seeds."""
     scenario = scenario_of(args, num_replicas, policy)
     fleets = []
     for number in range(max(1, _REPLICAS_TOGETHER // num_replicas)):

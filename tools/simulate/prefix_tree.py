@@ -27,7 +27,10 @@ class PrefixTree:
         self._num_blocks = [0] * num_replicas
 
     def match(self, hashes: Sequence[bytes]) -> tuple[int, int | None]:
-        """Return the number of leading blocks in the tree and the last replica that got them, or (0, None)."""
+        """Return the number of leading blocks in the tree, and the replica that most recently got all of these blocks.
+
+        Returns (0, None) if the tree lacks the first block.
+        """
         length, last = 0, None
         for block_hash in hashes:
             replicas = self._replicas.get(block_hash)

@@ -36,7 +36,7 @@ class Replica:
         return self._plan is not None
 
     def begin(self, now: float) -> float | None:
-        """Plan a step that begins at ``now``. Return the end of the step in seconds; None if no step can run."""
+        """Plan a step that begins at ``now``. Return the time of its end in seconds; None if no request can run now."""
         assert self._plan is None
         if self.transfer is not None:
             self.transfer.advance()

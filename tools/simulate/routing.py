@@ -26,14 +26,15 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Limits of ``cache_aware``, and of the overload guard, which applies to all policies.
+    """Limits of ``cache_aware`` and ``exact``, and of the overload guard, which applies to all policies.
 
     Attributes:
-        cache_threshold: minimum share of a prompt that a replica must have got before, to be chosen for its cache.
-        balance_abs: number of requests. The least loaded replica is chosen instead if the load of the replica with the
-            cached prefix exceeds the mean by more than this number and by more than ``balance_rel``.
+        cache_threshold: share of a prompt's blocks. ``cache_aware`` chooses a replica for its cache only if the replica
+            got a larger share before.
+        balance_abs: number of requests. If the load of the replica with the cached prefix exceeds both the mean load
+            plus ``balance_abs``, and the mean load times ``balance_rel``, the least loaded replica is chosen instead.
         balance_rel: factor on the mean load, see ``balance_abs``.
-        balance_capped: True to cap ``balance_abs`` at two standard deviations of the mean load (at least 4).
+        balance_capped: True to cap ``balance_abs`` at twice the square root of the mean load, but at no less than 4.
         max_tree_blocks: capacity of the prefix tree in blocks, for all replicas together.
         guarded: True to exclude overloaded replicas while other replicas are available.
         overload_waiting: number of waiting requests from which a replica is overloaded.
@@ -53,9 +54,10 @@ class RouterConfig:
 
 
 class Policy(Protocol):
-    """Chooses among the replicas that the router considers ``healthy`` and that the guard does not exclude.
+    """Routing policy. ``choose`` returns the index of a replica in ``healthy``.
 
-    ``loads`` is indexed by replica.
+    ``healthy`` has the indices of the replicas that the router considers healthy and that the guard does not exclude.
+    ``loads`` has the load of every replica, by index.
     """
 
     def choose(self, ask: Ask, healthy: Sequence[int], loads: Sequence[int]) -> int: ...
@@ -153,7 +155,10 @@ class Exact:
 
 
 def spills(replica: int, healthy: Sequence[int], loads: Sequence[int], config: RouterConfig) -> bool:
-    """Return True if a replica's load exceeds the mean of the healthy replicas by too much to use its cache."""
+    """Return True if a replica's load exceeds the mean load of ``healthy`` by too much to choose it for its cache.
+
+    See ``balance_abs`` of :class:`RouterConfig`.
+    """
     mean = sum(loads[one] for one in healthy) / len(healthy)
     margin: float = config.balance_abs
     if config.balance_capped:

@@ -38,8 +38,8 @@ class Loss:
 
     Attributes:
         at: time of the loss in seconds.
-        noticed_after: seconds in which the router still sends requests to lost replicas. Afterwards, requests without a
-            token move to other replicas, and running streams break.
+        noticed_after: seconds until the router detects the loss. Until then, it sends requests to the lost replicas.
+            Then, their requests without a token move to other replicas, and their other streams break.
         seconds: duration of the outage.
     """
 
@@ -77,7 +77,7 @@ class Served:
     """Request with its outcome. Times are in seconds. A negative time means that the event has not happened.
 
     Attributes:
-        prompt: token ids; emptied when the request has finished, as is ``block_hashes``.
+        prompt: token ids. When the request has finished, ``prompt`` and ``block_hashes`` are emptied.
         asked_at: time of arrival.
         num_possible_tokens: prompt tokens that an unlimited cache shared by all replicas would have had.
         replica: current or last replica.
@@ -177,7 +177,7 @@ class SimulatedFleet:
         return sum(replica.scheduler.num_preemptions for replica in self._ever)
 
     def _ask(self, chat: Chat, turn: int, history: list[int], hashes: list[bytes]) -> None:
-        """Send the message of a turn. A chat that would exceed the context length ends before the turn."""
+        """Send the message of a turn. If prompt and answer would exceed the context length, the chat ends instead."""
         prompt = chat.prompt(history, turn)
         answer = chat.turns[turn].num_answer_tokens
         if len(prompt) + answer > self.scenario.scheduler.max_model_len:

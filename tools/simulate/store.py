@@ -44,9 +44,10 @@ class _Link:
         self._free_at = 0.0
 
     def carry(self, now: float, num_bytes: int, deadline: float = math.inf) -> tuple[float, float]:
-        """Queue bytes behind all transfers in flight. The transfer is cut off at the deadline.
+        """Add a transfer, which starts when all earlier ones have ended. It is cut off at the deadline.
 
-        Returns the start of the transfer, and its end without regard to the deadline.
+        Returns:
+            Time at which the transfer starts, and time at which it would end without the deadline.
         """
         start = max(now, self._free_at)
         end = start + num_bytes / self._bandwidth
@@ -68,9 +69,11 @@ class SharedStore:
     def read(self, hashes: Sequence[bytes], now: float, deadline: float = math.inf) -> tuple[int, float, float]:
         """Read the leading blocks that are stored.
 
-        Return their number, and the arrival times of the first and last byte.
-
         Bytes that would arrive after the deadline are not sent, because the reader has given up by then.
+
+        Returns:
+            Number of these blocks, and arrival times of their first and last byte as if there were no deadline. Without
+            blocks, both times are ``now``.
         """
         length = 0
         while length < len(hashes) and self._there_from.get(hashes[length], math.inf) <= now:
@@ -83,7 +86,7 @@ class SharedStore:
         return length, start + self.config.latency, end + self.config.latency
 
     def write(self, hashes: Sequence[bytes], now: float) -> float:
-        """Write the blocks that are neither stored nor in transfer.
+        """Write the blocks that are neither stored nor in transfer. Evicts old blocks beyond the capacity.
 
         Return the time when the link has carried these blocks. They are stored ``latency`` seconds later.
         """
@@ -161,7 +164,7 @@ class SimulatedTransfer:
         raise AssertionError("every ticket is answered at once")
 
     def grant_saves(self, num_blocks: int) -> int:
-        """Return how many of the blocks fit into the host memory not used by pending writes."""
+        """Return how many of ``num_blocks`` blocks fit into ``max_save_bytes`` of host memory beside pending writes."""
         now = self.clock()
         self._writing = [(end, num_bytes) for end, num_bytes in self._writing if end > now]
         taken = sum(num_bytes for _, num_bytes in self._writing)

@@ -20,15 +20,17 @@ class SimulationSummary:
     """Figures of the requests that arrived within the period. Times are in seconds.
 
     Attributes:
+        ttfts: times to the first token.
         tokens_per_second: throughput of a replica: prompt tokens (cached or not) and output tokens of requests that
-            ended in the period.
+            finished in the period, whenever they arrived.
         token_seconds: mean time between two tokens, for each finished request with more than one output token.
         hit_rate: share of prompt tokens found in the replica's cache or in the store.
         from_store: share of prompt tokens loaded from the store.
         possible: share of prompt tokens that an unlimited cache shared by all replicas would have had.
         busiest: number of requests on the busiest replica, relative to the mean.
         num_broken: number of streams that broke because their replica was lost.
-        store_bytes_per_second: bytes per second read from the store, and written to it.
+        num_preemptions: preemptions in the whole run, warm-up included.
+        store_bytes_per_second: bytes per second read from the store, and written to it, in the whole run.
     """
 
     num_requests: int

@@ -18,12 +18,13 @@ NUM_DRAFTS = 3
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Shares of positions in held-out answers.
+    """Shares of right drafts in held-out answers. Each list has a value for k = 1, 2, 3 drafts.
 
     Attributes:
-        num_positions: positions from which a whole chain lies in the answer.
-        all_right: share of positions at which drafts 1 to k are all right, for k = 1, 2, 3.
-        each_right: share of right drafts k among the positions whose earlier drafts are all right.
+        num_positions: number of positions in the answers at which a chain of three drafts can begin without passing
+            the end of the answer.
+        all_right: share of these positions at which drafts 1 to k are all right.
+        each_right: share of positions at which draft k is right, among those whose earlier drafts are all right.
         tokens_per_step: mean tokens of a step with k drafts, if steps began at every position equally often.
     """
 
@@ -60,7 +61,7 @@ class HeldOut:
         ]
 
     def right_drafts(self, head: MTPHead, num_drafts: int = NUM_DRAFTS) -> np.ndarray:
-        """Return [K, R, L] bool. True for pass k in slot q if the draft in this slot equals token q + 2.
+        """Return which drafts are right, [K, R, L] bool. True for pass k in slot q if its draft equals token q + 2.
 
         The head follows the target: its keys come from the true tokens. The chain's own keys come from its earlier
         drafts, which are assumed right.
@@ -80,7 +81,7 @@ class HeldOut:
 
 
 def acceptance(right: np.ndarray, counted: np.ndarray) -> Acceptance:
-    """Return the shares of chains whose drafts are right.
+    """Return the shares of right drafts, from the chains that lie in an answer as a whole.
 
     Args:
         right: result of :meth:`HeldOut.right_drafts`.
@@ -104,7 +105,7 @@ def acceptance(right: np.ndarray, counted: np.ndarray) -> Acceptance:
 
 
 def _starts(counted: np.ndarray, num_drafts: int) -> np.ndarray:
-    """Return [R, L - K + 1] bool, slots from which a whole chain lies in an answer."""
+    """Return the slots at which a chain begins whose K drafts all predict tokens of an answer, [R, L - K + 1] bool."""
     length = counted.shape[1] - num_drafts + 1
     return np.logical_and.reduce([counted[:, k : k + length] for k in range(num_drafts)])
 

@@ -47,8 +47,9 @@ class AnswerSettings:
     """Settings of a run. It ends after ``minutes``, or with ``num_documents``, whichever comes first.
 
     Attributes:
+        num_documents: number of documents for training. Held-out documents do not count.
         batch: requests that run at a time.
-        max_tokens: longest answer.
+        max_tokens: tokens of the longest answer.
     """
 
     minutes: float

@@ -89,12 +89,12 @@ def _copies(parameters: Any) -> Any:
 
 
 def chain(head: MTPHead, hidden: mx.array, embeddings: mx.array, segments: mx.array, num_passes: int) -> list[mx.array]:
-    """Compute the head's outputs for all drafts of the chains that start in each slot.
+    """Compute the head's outputs for chains of drafts that start in each slot, one chain a slot.
 
-    Pass k computes draft k of each chain, where k starts at 1. The output for draft k is in the slot k - 1 slots after
-    the chain's first slot. The hidden state for pass k is the output of pass k - 1 in the slot before. The embeddings
-    are of the true tokens, as if all earlier drafts were right. In pass k, the first k - 1 slots of a document have no
-    meaningful output.
+    Passes count from 1. Pass k computes draft k of every chain. A chain that starts in slot p has the output for draft
+    k in slot p + k - 1. The hidden state of a slot in pass k is the output of pass k - 1 in the slot before. The
+    embeddings are of the true tokens, as if all earlier drafts were right. In pass k, the first k - 1 slots of a
+    document have no meaningful output.
 
     Args:
         hidden: [B, L, H], the target's hidden states.

@@ -10,7 +10,7 @@ import mlx.core as mx
 def draft_losses(
     outputs: Sequence[mx.array], targets: mx.array, weights: mx.array, lm_head: mx.array, rows_per_chunk: int
 ) -> tuple[mx.array, list[mx.array]]:
-    """Return the sum of the KL divergences of each pass, and its gradient by the pass's output.
+    """Return for each pass the weighted sum of its rows' KL divergences, and the gradient of this sum by the outputs.
 
     Only ``rows_per_chunk`` rows of logits and probabilities exist at a time, because the vocabulary is large. The
     gradient is computed along with the loss: with the target's probabilities p, it is (softmax(z) - p) @ W.
@@ -23,7 +23,7 @@ def draft_losses(
         rows_per_chunk: number of rows whose logits exist at a time. N is a multiple of this number.
 
     Returns:
-        [K] float32, and for each of the K passes [N, H] float32.
+        Sums, [K] float32, and for each of the K passes the gradient, [N, H] float32.
     """
     sums = [mx.zeros(())] * len(outputs)
     gradients: list[list[mx.array]] = [[] for _ in outputs]

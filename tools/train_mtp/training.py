@@ -62,7 +62,7 @@ class Progress:
 
 
 def product_dtype() -> mx.Dtype:
-    """Return the type of products with the LM head: float16 on a GPU. On a CPU float32, because float16 is slow."""
+    """Return the type of products with the LM head: float16 on a GPU, float32 on a CPU, where float16 is slow."""
     return mx.float16 if mx.default_device().type == mx.DeviceType.gpu else mx.float32
 
 
@@ -131,7 +131,10 @@ def _surrogate(
     counted: mx.array,
     weights: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """Return a number with the same gradient by the head's weights as the loss, and the losses of each pass, [K].
+    """Return a number for differentiation, and the mean loss of each pass, [K].
+
+    The number is not the loss, but its gradient by the head's weights equals the gradient of the loss. The loss is the
+    sum of the passes' losses with ``PASS_WEIGHTS``.
 
     Args:
         hidden: [B, L, H] float32, the target's hidden states.
@@ -160,7 +163,7 @@ def _next_slots(array: mx.array) -> mx.array:
 
 
 def _batches(num_rows: int, rows_per_step: int, numbers: np.random.Generator):  # type: ignore[no-untyped-def]
-    """Yield row indices of batches without end: each epoch has all rows in a new order."""
+    """Yield batches without end, each as ``rows_per_step`` row indices. Each epoch has all rows in a new order."""
     order = np.zeros(0, np.int64)
     while True:
         while len(order) < rows_per_step:
@@ -170,7 +173,10 @@ def _batches(num_rows: int, rows_per_step: int, numbers: np.random.Generator):  
 
 
 def _counted_slots(counted: np.ndarray, rows_per_chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of True in [B, L], and their weights of 1, padded to a multiple of ``rows_per_chunk`` by 0."""
+    """Return the flat indices of the True slots of [B, L], and a weight of 1 for each.
+
+    Both are padded to a multiple of ``rows_per_chunk``, with index 0 and weight 0.
+    """
     (indices,) = np.nonzero(counted.reshape(-1))
     padding = -len(indices) % rows_per_chunk
     weights = np.ones(len(indices) + padding, np.float32)
