@@ -130,7 +130,7 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 def short(value: Any, limit: int = 60) -> str:
     """Return the ``repr`` of a value, shortened to ``limit`` characters.
 
-    Of each list, tuple and dict, only the first 20 items are visited, so that a large value does not take long.
+    Visits only the first 20 items of each list, tuple and dict, so that a large value takes little time.
     """
     text = repr(_beginning(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."

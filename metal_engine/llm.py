@@ -223,7 +223,7 @@ class LLM:
         return results
 
     def _tool_plan(self, tools: Sequence[Tool], answer_format: AnswerFormat) -> ToolPlan:
-        """Return the way in which the model gets the tools, and in which its calls are found.
+        """Return how the prompt lists the tools for the model, and how the model's output is searched for calls.
 
         Raises ParameterError if the model does not support these tools.
         """
@@ -360,7 +360,7 @@ class LLM:
                 self._client.abort(request_id)
 
     def _dispatch(self, outputs: list[RequestOutput]) -> None:
-        """Pass each output of the engine to the call that waits for it. Drop it if that call has ended.
+        """Pass each output of the engine to the call of its request. Drop the outputs of calls that have ended.
 
         Runs in the engine thread, so that a stop string ends its request before the next step.
         """

@@ -6,8 +6,8 @@
 `make` installs with the file, so that all tests run on the same versions. `make CONSTRAINTS= test` takes the newest
 versions that pyproject.toml allows. The file lists all direct and indirect dependencies of the project and its extras
 on this platform. A dependency of another platform is listed only if a package requires one exact version of it, as mlx
-does for mlx-metal. The file does not list other dependencies of another platform, or an extra in OPTIONAL that is not
-installed; for these, the installer chooses the versions.
+does for mlx-metal. The installer chooses the versions of unlisted packages. These are other dependencies of another
+platform, and the packages of extras in OPTIONAL that are not installed.
 """
 
 from __future__ import annotations

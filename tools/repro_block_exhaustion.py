@@ -8,8 +8,8 @@ running requests together need at their end. Every pair of outputs is compared. 
 same tokens, or if the logits of the first differing tokens are closer than rounding can distinguish
 (tools/compare/equal_outputs.py).
 
-Exit status: 0 if the small pool was full, requests were preempted in it but not in the ample one, and all outputs are
-equal; 1 otherwise.
+The exit status is 0 if the small pool was full and preempted requests, the ample pool preempted no request, and all
+outputs are equal. Otherwise, it is 1.
 """
 
 # ruff: noqa: E402  (the imports below may exist only in the project's own Python)
@@ -92,8 +92,8 @@ def make_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
 def pool_size(prompts: Sequence[list[int]], max_tokens: int, max_num_seqs: int, fraction: float) -> int:
     """Return the number of blocks of the small pool.
 
-    This is ``fraction`` of the blocks that the ``max_num_seqs`` largest requests together need at their end, and at
-    least the blocks of the largest request, which could not run otherwise.
+    The small pool has ``fraction`` of the blocks that the ``max_num_seqs`` largest requests together need at their end.
+    It has at least the blocks of the largest request, which could not run otherwise.
     """
     final = sorted((-(-(len(p) + max_tokens - 1) // BLOCK_SIZE) for p in prompts), reverse=True)
     return max(final[0], int(fraction * sum(final[:max_num_seqs])))

@@ -36,8 +36,8 @@ def spawner_of(models: Iterable[EngineArgs], server_args: ServerArgs, *, is_shar
     """Return the spawner of the engine processes of these models.
 
     Args:
-        is_shared: True if engines of several models use the spawner. It is then closed with the server, not with an
-            engine.
+        is_shared: True if engines of several models use the spawner. The server then closes the spawner at its end.
+            Otherwise, the engine closes the spawner.
     """
     start = Start([msgspec.to_builtins(args) for args in models], server_args.log_level, server_args.log_format)
     return Spawner(MODULE, start, is_shared=is_shared)

@@ -13,7 +13,7 @@ def with_flags_repeated(
     With one positional argument, ``demo --served-model-name a b`` becomes
     ``demo --served-model-name a --served-model-name b``. A word is another value of a flag only if all
     ``num_arguments`` positional arguments come before the flag. Other words stay unchanged, and the parser rejects
-    those that are too many.
+    surplus words.
 
     Args:
         given: words after the command's name.

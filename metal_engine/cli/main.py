@@ -146,9 +146,9 @@ def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
 
 @contextmanager
 def _naming_the_model(args: EngineArgs) -> Iterator[None]:
-    """Within this context, add to an error about ``--port`` that the model is not on this machine, if that is the case.
+    """Extend the message of an error about ``--port`` inside the context, if the model is not on this machine.
 
-    The user then sees both problems at once.
+    The message then also says that the model is missing, so that the user sees both problems together.
     """
     try:
         yield

@@ -188,7 +188,7 @@ def _row(details: CheckpointDetails, last_used: float | None) -> _Row:
 def _engine_values(details: CheckpointDetails, args: EngineArgs, device: DeviceInfo) -> dict[str, Any]:
     """Return the engine's values for a model: parameters, memory, and capacity of the KV cache in tokens.
 
-    Values that are not known are left out. If the engine would refuse the model, ``runs_here`` and ``problem`` say so.
+    Unknown values are left out. If the engine would refuse the model, ``runs_here`` and ``problem`` say so.
     """
     from metal_engine.models.info import expected_model_info
     from metal_engine.settings.resolve import check_kv_cache

@@ -116,7 +116,7 @@ def _starter(args: EngineArgs, server_args: ServerArgs, spawner: Spawner) -> Sta
 async def load_named(registry: ModelRegistry, names: tuple[str, ...], kv_flag: str = "--kv-cache-memory-bytes") -> None:
     """Load the named models, in order, without unloading any.
 
-    A model for which there is no memory is skipped with a warning. It is loaded on its first request.
+    A model that does not fit into free memory is skipped with a warning. Its first request loads it.
 
     Args:
         kv_flag: flag that sets the size of the KV caches, for the warning.

@@ -7,8 +7,8 @@ also blocks its caller while more than 10 command buffers are unfinished. Theref
 suitable number of command buffers, and the second limit must never be reached.
 
 A layer's KV array can be written in place while the previous step still runs, if that step has released the array. A
-step releases the array when the command buffer that reads it completes. At most 10 command buffers are unfinished. So
-if a step has more than 10, its first ones have completed when the caller has dispatched it.
+step releases the array when the command buffer that reads it completes. At most 10 command buffers are unfinished. When
+the caller has dispatched a step with more than 10 command buffers, the first command buffers have completed.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: 
 
 
 def limit_device_memory(config: EngineConfig) -> None:
-    """Limit the freed buffers that MLX keeps to those that a step can use again.
+    """Limit the freed buffers that MLX keeps to the memory that a step can use again.
 
     On Metal with ``--wire-memory``, also make MLX wire the memory of the engine. Both limits apply to the process.
     """

@@ -71,7 +71,7 @@ class Figure:
         value: measured number; None if it could not be measured.
         unit: unit of ``value``; empty for ratios and counts.
         promise: expected value; None if the figure is only reported.
-        note: further numbers of the measurement, or the reason why there is no value.
+        note: further numbers of the measurement, or the reason for a missing ``value``.
         is_simulated: True if the simulator ran the kernels instead of a GPU.
     """
 

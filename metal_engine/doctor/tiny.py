@@ -39,7 +39,7 @@ _MAX_TOKENS = 8
 
 
 def check_tiny_model() -> str:
-    """Generate for several prompts at once, in chunks, and compare the outputs with those of mlx-lm's forward pass.
+    """Generate for a batch of prompts, in chunks, and compare the outputs with the outputs of mlx-lm's forward pass.
 
     Returns:
         Description of the test.

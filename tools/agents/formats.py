@@ -55,7 +55,7 @@ class Format:
         end: mark that ends an answer without calls.
         call_end: mark that ends an answer with calls.
         written: function that returns the text of an answer in this format, without the mark at its end.
-        reasons_every: the model reasons in turns whose number is a multiple of this; 0: in no turn.
+        reasons_every: number n for which the answers of turns n, 2n, 3n, ... have reasoning; 0: no reasoning.
         is_parallel: True if an answer may have several calls.
     """
 

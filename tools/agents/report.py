@@ -52,8 +52,7 @@ class TurnReport:
         num_known_tokens: prompt tokens in the longest common prefix with the prompt and output of an earlier request.
         num_cached_tokens: prompt tokens found in the prefix cache.
         num_missed_tokens: known tokens that were not found in the cache. A request that lacks at most one block adds 0.
-        num_changed_tokens: tokens of these earlier requests after the common prefix, if the prompt goes on with other
-            tokens or ends there; 0 in the first turn.
+        num_changed_tokens: tokens of these earlier requests that the prompts do not repeat; 0 in the first turn.
         num_calls: calls that the model wrote.
         lost_calls: calls that the agent did not receive as written.
         leaks: texts with marks of the format, or texts that differ from the script.
@@ -136,8 +135,8 @@ def _add_tokens(found: TurnReport, one: LoggedRequest) -> None:
 def _lost_calls(logged: Sequence[LoggedRequest], responses: Sequence[Received]) -> list[str]:
     """Return a text for each call that differs between the model's outputs and the responses.
 
-    These are the model's calls that no response has unchanged, received calls that the model did not write, and
-    received calls whose arguments are not JSON.
+    The list has calls of the model that are missing in the responses or changed there, received calls that the model
+    did not write, and received calls whose arguments are not JSON.
     """
     written = Counter(_as_text(call) for one in logged for call in one.calls)
     parsed: Counter[str] = Counter()

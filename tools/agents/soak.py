@@ -79,7 +79,7 @@ def scripted_server(answer_format: Format, folder: Path) -> Iterator[tuple[str, 
 def soak(agent: Agent, answer_format: Format, num_turns: int, url: str, log: Path, folder: Path) -> AgentReport:
     """Run an agent for a number of turns of one conversation. Prints a row for each turn.
 
-    Stops if the agent cannot be installed, or after the first turn if that has errors. The report has the ``problem``.
+    Stops if the agent cannot be installed, or if the first turn has errors. The report then has a ``problem``.
 
     Args:
         url: URL of the scripted server.

@@ -103,7 +103,8 @@ def attention() -> None:
 def gather(requests: int = 16, keys: int = 165, block_size: int = 16, num_blocks: int = 2912) -> None:
     """Print times to gather one layer's K for some decodes: by single rows (256 B) and by whole blocks (4 KB).
 
-    *cold*: after reading as many bytes as the weights of a layer, as in a step. *warm*: after the same gather.
+    A *cold* gather follows a read of as many bytes as a layer's weights, as in a step. A *warm* gather follows the same
+    gather.
     """
     layers = [mx.zeros((num_blocks * block_size * KV_HEADS, HEAD_DIM)) + i for i in range(LAYERS)]
     weights = normal(14 << 18)

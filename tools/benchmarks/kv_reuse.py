@@ -5,7 +5,7 @@
 Reports the time to first token for prompts whose KV is partly missing from the store, after a restart, and for a
 handover between engines. Also reports step times of decodes while KV is loaded and saved. Prompts are random tokens, so
 they share no prefix. The engines are stepped in this process. All other parts equal a server's. Times to first token
-are medians of ``--repeats`` in one run, except after a restart, which is measured once.
+are medians of ``--repeats`` measurements in one run. The time after a restart is measured once.
 """
 
 from __future__ import annotations

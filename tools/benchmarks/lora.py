@@ -47,7 +47,7 @@ def write_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int, s
 
 
 def round_of(engine: BuiltEngine, adapters: list[Adapter | None], args: argparse.Namespace) -> tuple[float, float]:
-    """Run ``args.rows`` requests, which use ``adapters`` in turn. None stands for no adapter.
+    """Run ``args.rows`` requests, which use ``adapters`` in rotation. A None in the list means the base model.
 
     Returns:
         Total seconds of the steps with prompts, and median seconds of a decode step.

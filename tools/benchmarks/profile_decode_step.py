@@ -75,7 +75,7 @@ class Profile:
         setattr(owner, name, timed)
 
     def step(self, step: Callable[[], None]) -> dict[str, float]:
-        """Run one step. Return the seconds of each part, of all ``other`` work, and of the whole step (``total``)."""
+        """Run one step. Return the seconds of each part by name, of ``other`` work, and in ``total``."""
         self._parts.clear()
         self._inner = [0.0]
         start = time.perf_counter()

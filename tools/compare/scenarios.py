@@ -17,7 +17,7 @@ class Group:
 
     Attributes:
         due: earliest start of each request, in seconds after the start of its phase.
-        max_concurrency: maximum number of the group's requests in flight, for which later ones wait; None for no limit.
+        max_concurrency: maximum number of the group's requests in flight. Further requests wait. None: no limit.
     """
 
     name: str

@@ -40,7 +40,7 @@ _TREE = Path(__file__).resolve().parents[2]
 def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
     """Build the engine, print ``ready``, and run steps for each line on stdin: one prefill step, or five decode steps.
 
-    After these steps, prints a JSON list of their seconds. The first of the decode steps is left out.
+    After these steps, prints a JSON list of their seconds, without the first decode step.
     """
     load_optimized_blas()
     from metal_engine.attention.portable import backend as portable

@@ -47,7 +47,7 @@ class _Link:
         """Add a transfer, which starts when all earlier ones have ended. It is cut off at the deadline.
 
         Returns:
-            Time at which the transfer starts, and time at which it would end without the deadline.
+            Start of the transfer in seconds, and its end without the deadline.
         """
         start = max(now, self._free_at)
         end = start + num_bytes / self._bandwidth
@@ -72,8 +72,8 @@ class SharedStore:
         Bytes that would arrive after the deadline are not sent, because the reader has given up by then.
 
         Returns:
-            Number of these blocks, and arrival times of their first and last byte as if there were no deadline. Without
-            blocks, both times are ``now``.
+            Number of blocks, arrival time of the first byte, and arrival time of the last byte without the deadline. If
+            the number is 0, both times are ``now``.
         """
         length = 0
         while length < len(hashes) and self._there_from.get(hashes[length], math.inf) <= now:

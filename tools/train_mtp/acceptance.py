@@ -23,8 +23,8 @@ class Acceptance:
     Attributes:
         num_positions: number of positions in the answers at which a chain of three drafts can begin without passing
             the end of the answer.
-        all_right: share of these positions at which drafts 1 to k are all right.
-        each_right: share of positions at which draft k is right, among those whose earlier drafts are all right.
+        all_right: share of positions whose drafts 1 to k are all right.
+        each_right: share of right drafts k among the positions whose earlier drafts are all right.
         tokens_per_step: mean tokens of a step with k drafts, if steps began at every position equally often.
     """
 

@@ -121,7 +121,7 @@ def load_optimized_blas() -> BlasInfo:
 def blas_in_use() -> str | None:
     """Return the path of the library that computes MLX's matrix products, according to the dynamic linker (Linux).
 
-    Before MLX is loaded, return the library that MLX will use, or None if it will use the library that it is linked to.
+    Before MLX is loaded, return the library that MLX will use; None if this is the library that MLX is linked to.
     """
     address = symbol_address(ctypes.CDLL(None), _PROBE)
     provider = library_at(address) if address is not None else None

