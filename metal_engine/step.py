@@ -236,13 +236,13 @@ class ModelOutput:
         late_req_ids: sampling requests whose grammar masks were not ready in time, or were not known to be needed.
             Their sampled tokens are void, their drafts are rejected, and their last computed tokens must be recomputed.
             Models with recurrent layers wait for masks, so only the second reason applies to them.
-        constrained: request id -> True if the next token now has to match a grammar. Only for requests for which
-            this has changed.
+        constrained: request id -> True if the next token now has to match a grammar, for requests whose value has
+            changed.
         num_unconstrained_calls: number of tool calls whose grammars failed in this step.
         num_unmasked_drafts: number of drafts that cannot be accepted, because the grammar mask after them is unknown.
         pooled: request id -> vector or logits, [D] float32, for each of ``SchedulerOutput.pooled_req_ids``.
         decode_forward: outcome of the forward; None if not every row samples, or if replay was not requested.
-        encode_seconds: time that the device took for encoding the step's images, in seconds; 0 without images.
+        encode_seconds: seconds that the device took to encode the step's images; 0 without images.
     """
 
     sampled_token_ids: list[int]

@@ -54,11 +54,11 @@ def _set_up(start: Start) -> tuple[PrepareFunction, BuildFunction]:
         blas = import_mlx(*models)
         for name in _MODULES:
             importlib.import_module(f"metal_engine.{name}")
-        give_back_freed_memory()  # a spare process waits for long
+        give_back_freed_memory()  # a spare process may wait for a long time
         return device_info(blas)
 
     def build(order: Build, access: DeviceAccess) -> BuiltEngine:
-        if sys.platform == "darwin":  # for the engine's thread, which runs this function
+        if sys.platform == "darwin":  # this function runs in the engine's thread, whose priority is set here
             ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_CLASS_USER_INITIATED, 0)
         from metal_engine.loading.build import build_engine
 

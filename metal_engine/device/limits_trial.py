@@ -22,7 +22,7 @@ from metal_engine.settings.config import CommandBufferLimits
 
 logger = logging.getLogger(__name__)
 
-# The user may have interrupted one start.
+# Number of unfinished starts after which limits are refused. One is allowed: the user may have interrupted it.
 MOST_UNFINISHED = 2
 # Parts of Metal's names for the errors of a command buffer that takes too long.
 _TOO_LONG = ("ImpactingInteractivity", "CallbackErrorTimeout")

@@ -65,7 +65,7 @@ def main() -> int:
     if args.write and args.format != "hermes":
         parser.error("--write is for the format hermes")
     folder = args.folder or Path(tempfile.mkdtemp(prefix="agents-"))
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # stops the server too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the server is stopped
     print(f"logs: {folder}", file=sys.stderr, flush=True)
     answer_format = FORMATS[args.format]
     with scripted_server(answer_format, folder.resolve()) as (url, log):

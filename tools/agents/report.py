@@ -14,7 +14,7 @@ from tools.agents.responses import Received, is_generation, received
 from tools.agents.script import done
 from tools.agents.scripted_model import LoggedRequest
 
-# Maximum number of known tokens at the end of a prefix that the cache lacks: only full blocks are cached.
+# Number of known tokens that the cache may lack at the end of a prefix, because only full blocks are cached.
 _BLOCK_SIZE = 16
 
 

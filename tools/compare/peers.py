@@ -149,7 +149,7 @@ def running(
     log = Path(log_path)
     with open(descriptor, "wb") as output:
         # A new session, so that the child processes are killed together with the server.
-        # In `root`: Python looks for the modules of the engine's process in the current folder first.
+        # The server runs in `root`, because Python looks for the engine process's modules in the current folder first.
         process = subprocess.Popen(
             command, cwd=root, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )

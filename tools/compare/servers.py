@@ -75,7 +75,7 @@ def measure(scenario: PeerScenario, server: PeerServer, model: Path, seed: int) 
     tokenizer = load_prompt_tokenizer(str(model))
     args = BenchServeArgs(base_url=server.url, tokenizer=str(model), progress=False)
     phases = scenario.phases(tokenizer, seed)
-    # Several requests of some tokens, so that everything compiled or allocated once exists.
+    # Requests before the measurement, so that everything that is compiled or allocated at first use exists.
     warm_ups = [BenchRequest(f"{i} bottles of beer on the wall, " * 4, 8) for i in range(3)]
     warm_up = Group("warm-up", warm_ups, [0.0] * len(warm_ups), 1)
     groups: dict[str, Any] = {}
@@ -222,7 +222,7 @@ def main() -> None:
     for one in (running_, reporting):
         one.add_argument("--results", type=Path, default=Path("build/compare"))
     args = parser.parse_args()
-    # An exception, so that the running server is stopped.
+    # SIGTERM raises an exception, so that the running server is stopped.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     if args.command == "run":
         run(args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# Bad patterns: how to rewrite a sentence that matches.
+# Name of a pattern -> advice for rewriting a sentence that matches.
 ADVICE = {
     "free-relative": 'name the thing instead of writing "what ..." or "who ..."; begin with a verb or a noun',
     "no-referent": 'repeat the noun; avoid "that of", "those" and "others"',

@@ -320,7 +320,8 @@ def record_variants(layers: dict[str, list[Layer]], dtypes: Sequence[mx.Dtype] =
                 recorder.record_tensor_ops(layer, needed_by, dtype)
                 for kv_cache_dtype in _quantized(dtype):
                     recorder.record_quantized(layer, needed_by, dtype, kv_cache_dtype)
-    # After all defaults: a cut with the work of another layer's default adds nothing. Tests alone use float32.
+    # Tried cuts follow all defaults, because a cut whose work equals the work of any layer's default is not recorded.
+    # No cuts are tried for float32, which only tests use.
     for layer, needed_by in models.items():
         for dtype in dtypes if isinstance(layer, Attention) else ():
             for kv_cache_dtype in ("auto", *_quantized(dtype)) if dtype != mx.float32 else ():

@@ -54,7 +54,7 @@ class MTPHead(nn.Module):
 class ChainCache:
     """Keys and values of all passes of :func:`chain`, in order of the passes. Works as an mlx-lm layer's cache."""
 
-    offset = 0  # position of a row's first slot, for each pass
+    offset = 0  # position of a row's first slot for RoPE, in every pass
 
     def __init__(self) -> None:
         self._keys: list[mx.array] = []
@@ -111,7 +111,7 @@ def chain(head: MTPHead, hidden: mx.array, embeddings: mx.array, segments: mx.ar
     same = segments[:, None, :, None] == segments[:, None, None, :]
     cache = ChainCache()
     outputs: list[mx.array] = []
-    for num_drafts in range(num_passes):  # drafts of the chain before this pass
+    for num_drafts in range(num_passes):  # number of drafts of a chain before this pass
         # True keys end with the slot of the first draft. Each later slot has the key of its own pass.
         masks = [same & (back >= num_drafts)]
         masks += [mx.broadcast_to(back == num_drafts - earlier, same.shape) for earlier in range(1, num_drafts + 1)]

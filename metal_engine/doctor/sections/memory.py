@@ -54,7 +54,7 @@ def _load(plan: Plan, engine: BuiltEngine) -> tuple[int, int, float]:
         Peak memory and promised peak in bytes, and the mean time of a decode step in seconds.
     """
     config = engine.core.config
-    mx.reset_peak_memory()  # reading the weights takes more, and is not promised
+    mx.reset_peak_memory()  # reading the weights takes more memory, which the promise excludes
     longest = min(config.scheduler.max_num_batched_tokens, config.scheduler.max_model_len - 1)
     run_random(engine, 1, longest, 1, seed=1)
     run = run_random(engine, max(plan.batches), plan.prompt_tokens, plan.decode_steps, seed=2)
