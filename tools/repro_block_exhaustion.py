@@ -68,7 +68,7 @@ CODE = """def {name}_{i}(items):
 
 
 def make_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
-    """Return ``count`` prompts as token ids. Four kinds alternate, with lengths of some ten to some hundred tokens."""
+    """Return ``count`` prompts as token ids. The four ``KINDS`` alternate. Prompts have tens to hundreds of tokens."""
     rng = random.Random(seed)
 
     def chat(text: str) -> list[int]:

@@ -58,7 +58,7 @@ class ChatBackend(Protocol):
         """Yield the answer to a conversation as it arrives. Closing the generator aborts the answer.
 
         Raises:
-            AnswerError: there is no answer, or it ended early.
+            AnswerError: there is no answer, or the answer ended early.
         """
         ...
 

@@ -43,7 +43,7 @@ def running_models(url: str, api_key: str, flag: str | None) -> list[dict[str, A
         flag: flag with which the user gave the URL; None if there is none.
 
     Raises:
-        ConfigError: no server responds, it requires another key, or it is not a metal-engine server.
+        ConfigError: no server responds, the server requires another key, or it is not a metal-engine server.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:

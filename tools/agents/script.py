@@ -54,8 +54,8 @@ class Output:
     """Text that the model generates, and its parts as a client must receive them.
 
     Attributes:
-        text: text, marks included, without the mark at its end.
-        end: mark at its end.
+        text: text, marks included, except the mark that ends the output.
+        end: mark that ends the output. It follows ``text``.
         content: text for the user.
         calls: names and arguments of the tool calls.
         turn: number of the turn; None for a request without a task, for example for a title.

@@ -120,7 +120,10 @@ class Script:
             file.write(json.dumps(asdict(logged)) + "\n")
 
     def _common_prefix(self, prompt: np.ndarray) -> tuple[int, np.ndarray]:
-        """Return the longest prefix that an earlier request shares, in tokens, and the tokens of that request."""
+        """Return the length of the longest prefix in common with an earlier request, and that request's tokens.
+
+        If several requests have this prefix, the latest is chosen. Without earlier requests, the tokens are empty.
+        """
         best, of = 0, np.empty(0, np.int32)
         for earlier in self._earlier:
             shared = min(len(prompt), len(earlier))

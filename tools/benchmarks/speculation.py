@@ -163,7 +163,7 @@ def loops(answer: list[int]) -> bool:
 
 
 class Pair:
-    """The two engines, which alternate."""
+    """An engine without speculation, and an engine with speculation. Measurements alternate between them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         common: dict[str, Any] = {"model": args.model, "dtype": "float32", "max_num_seqs": 64}

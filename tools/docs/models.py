@@ -1,4 +1,4 @@
-"""Write docs/models-table.md: the architectures that run, from the table that the conformance test runs.
+"""Write docs/models-table.md: the architectures that run or are refused, from tools/fixtures/architectures.py.
 
 python -m tools.docs.models            # writes docs/models-table.md
 python -m tools.docs.models --check    # fails if it is not up to date

@@ -137,7 +137,7 @@ def measure(
 
 
 def count_kernels(gpu: FakeGpu, engine: EngineCore, num_steps: int = 4) -> float:
-    """Return the average number of kernels per step."""
+    """Run ``num_steps`` steps. Return the average number of kernels per step. Resets the device's counts."""
     gpu.counts(reset=True)
     for _ in range(num_steps):
         engine.step()

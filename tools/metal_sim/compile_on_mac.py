@@ -58,7 +58,7 @@ def xcrun(*arguments: str | Path) -> str | None:
 
 
 def compile_one(source: Path, pipeline: Path, gpus: list[str], out: Path, flags: list[str]) -> CompileResult:
-    """Compile one file to a library, and the library for each GPU. Deletes the outputs. Return the failures."""
+    """Compile one file to a library, and compile the library for each GPU. Delete the outputs. Return the failures."""
     result = CompileResult(source.stem)
     air, library = out / f"{source.stem}.air", out / f"{source.stem}.metallib"
     said = xcrun("metal", *flags, "-c", source, "-o", air) or xcrun("metal", air, "-o", library)

@@ -31,7 +31,7 @@ _UTILS = "mlx/backend/metal/kernels/utils.h"
 
 
 def preamble_text() -> str:
-    """Return MLX's utils.h from the installed wheel, with its included headers of MLX in place of the include lines."""
+    """Return MLX's utils.h from the installed wheel. The headers of MLX that it includes replace its include lines."""
     return f"// MLX {mlx_version()}: {_UTILS} and what it includes.\n#pragma once\n{with_includes(_UTILS)}"
 
 

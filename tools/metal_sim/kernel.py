@@ -152,7 +152,8 @@ class SimulatedKernel:
         """Check the source for inputs of another size class, unless such a call was checked before.
 
         The size class of an array is whether it has at least ``CONSTANT_ELEMENTS`` elements. It depends on the batch,
-        and only decides the address spaces of parameters. One check covers all numbers among the template arguments.
+        and only decides the address spaces of parameters. Calls whose template arguments differ only in numbers share
+        one check.
         """
         dtypes = [value for _, value in request["template"] if isinstance(value, dict)]
         mark = cache_dir() / f"{key_of('class', request | {'template': dtypes})}.checked"
@@ -205,7 +206,7 @@ class SimulatedKernel:
         return unit, name, signature.buffers
 
     def _mark_lines(self, text: str) -> str:
-        """Give the lines of header and body their line numbers in the caller's strings."""
+        """Return ``text`` with ``#line`` directives, so that errors have line numbers of the caller's strings."""
         signature_at = text.index("[[kernel]]")
         generated_at = text.rfind("template", 0, signature_at)
         if not text[:signature_at].rstrip().endswith(">") or generated_at < 0:

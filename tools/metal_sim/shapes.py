@@ -265,7 +265,10 @@ _SIZE = re.compile(r"(\d+)/(\d+)x(\d+)(?::(\d+))?")
 
 
 def attention_layers(row: str) -> Iterator[Attention]:
-    """Yield the layers of a row of ATTENTION. Raises ValueError if a shape does not have the format above."""
+    """Yield the layers of a row of ATTENTION. The module's docstring explains the format.
+
+    Raises ValueError if a shape has another format.
+    """
     sizes, _, kinds = row.partition("|")
     for size in sizes.split():
         for kind in kinds.split() or ["full"]:

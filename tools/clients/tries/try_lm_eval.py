@@ -1,7 +1,7 @@
 """Tries EleutherAI's lm-evaluation-harness on a custom task that needs no download.
 
-Three multiple choices (log likelihoods of given texts) with the server's tokenizer, and three completions, with the
-server's tokenizer and without a tokenizer in lm-eval.
+Asks three multiple-choice questions (log likelihoods of given texts) with the server's tokenizer. Requests three
+completions twice: with the server's tokenizer, and without a tokenizer in lm-eval.
 """
 
 from __future__ import annotations

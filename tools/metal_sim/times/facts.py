@@ -84,7 +84,10 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes that a step's time depends on. ``weights`` and ``head`` are the numbers of weights: layers and LM head."""
+    """Sizes that a step's time depends on.
+
+    ``weights`` is the number of weights of the layers, and ``head`` the number of weights of the LM head.
+    """
 
     name: str
     layers: int
