@@ -36,7 +36,7 @@ class UndefPhi:
 
     @property
     def variable(self) -> str:
-        """Name of the variable in the kernel's text; ``?`` if clang did not keep the name."""
+        """The variable in the kernel's text, as far as clang kept its name."""
         return re.sub(r"\d*(\..*)?$", "", self.name.strip('"')) or "?"
 
 
