@@ -57,7 +57,7 @@ class _Mailbox:
         return self._num_unread > self._max_unread
 
     async def take(self) -> RequestOutput:
-        """Wait for an output. Return all unread outputs, merged into one."""
+        """Wait until there is an unread output. Remove all unread outputs, and return them merged into one."""
         while not self._arrived:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -67,15 +67,14 @@ class _Mailbox:
 
 
 class Reservation:
-    """Reserved places of a client's requests in the queue. Used in the event loop only.
-
-    A place counts as a waiting request until its request is submitted.
+    """Places in the engine's queue for the prompts of one client. Used in the event loop only.
 
     A client may send thousands of prompts at once. Its prompts are submitted gradually, as its earlier prompts end.
     Other clients therefore wait only for the submitted prompts, and the queue is not filled with prompts that cannot
     start soon.
 
-    Unused places are returned when the reservation is deleted.
+    Each prompt has a place, which counts as a waiting request until the prompt is submitted. Deleting the reservation
+    gives up its unused places.
 
     Args:
         engine: engine that gets the requests.
@@ -98,6 +97,8 @@ class Reservation:
 
     async def take(self, num_prompt_tokens: int) -> None:
         """Wait until the next request may be submitted. Use up one place for a prompt of ``num_prompt_tokens`` tokens.
+
+        Call :meth:`end_request` when the request has ended.
 
         Raises ValueError if the reservation has no unused place for a prompt of this length.
         """
@@ -143,7 +144,7 @@ class AsyncEngine:
         self.last_used = time.monotonic()
 
     def start(self) -> None:
-        """Start the engine and load the model. Block until it is ready. Raises the errors of loading."""
+        """Start the engine, and block until its model is loaded. Raises as :meth:`Transport.start`."""
         self._engine = self._transport.start(self._on_outputs, self._on_end)
         self._client = EngineClient(self._transport, self.tokenizer, self.config.seed)
 
@@ -199,12 +200,12 @@ class AsyncEngine:
 
     @property
     def error(self) -> BaseException | None:
-        """Error that ended the engine; None while it runs."""
+        """Error that ended the engine; None while it runs or after a shutdown."""
         return self._transport.error
 
     @property
     def is_restarting(self) -> bool:
-        """True while requests wait for a new engine, because the one before it has ended."""
+        """True while requests wait for a new engine, because the previous engine has ended."""
         return self._transport.is_restarting
 
     @property
@@ -218,19 +219,26 @@ class AsyncEngine:
 
     @property
     def num_queued(self) -> int:
-        """Number of waiting requests in the queue.
+        """Number of waiting requests that a new request has to queue behind.
 
-        Excludes reserved places whose requests must wait until other requests of the reservation have ended.
+        Equals :attr:`num_waiting` without the places of each reservation beyond its ``num_at_once``. The prompts of
+        these places are submitted only after earlier requests of the same reservation have ended.
         """
         return max(self.num_waiting - self._num_held, 0)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of prompt tokens of requests without output, including reserved requests."""
+        """Number of prompt tokens of requests that have no output yet, including prompts with a reserved place."""
         return self._num_queued_tokens
 
     def reserve(self, prompt_lens: list[int]) -> Reservation:
-        """Reserve places for requests to :meth:`generate`. ``prompt_lens`` are in tokens."""
+        """Reserve places for the prompts of later calls of :meth:`generate`, one for each length in ``prompt_lens``.
+
+        At most ``2 * max_num_seqs`` requests of the reservation are in the engine at once.
+
+        Args:
+            prompt_lens: prompt lengths in tokens.
+        """
         return Reservation(self, prompt_lens, 2 * self.config.scheduler.max_num_seqs)
 
     def _reserve(self, num_requests: int, num_tokens: int, num_held: int) -> None:
@@ -261,17 +269,21 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Submit output ``index`` of a request, and yield its new text and tokens.
 
-        The last item has a ``finish_reason``.
+        The request is submitted when the iteration begins. A request with a ``reservation`` first waits for its place.
+        All outputs that arrive between two reads are merged into one item. A pooling request yields one item with its
+        vector.
 
-        A pooling request yields one item with its vector. The request is submitted when the iteration begins. A request
-        with a ``reservation`` first waits for its place. All outputs that arrive between two reads are merged into one
-        item.
+        The last item has a ``finish_reason``. If the request fails or is cut after its submission, ``finish_reason`` is
+        ``error`` or ``abort``, and the item has an ``error`` message. No exception is raised.
 
         Leaving the iteration early, by ``aclose`` or cancellation, aborts the request.
 
+        Args:
+            index: index of the output among the ``n`` outputs of the request.
+
         Raises:
-            EngineDeadError: the engine has ended.
-            ValueError: ``request_id`` is in use.
+            EngineDeadError: the engine had ended before the request was submitted.
+            ValueError: ``request_id`` is in use, or ``reservation`` has no unused place for the prompt.
         """
         if request_id in self._queues:
             raise ValueError(f"request id {request_id!r} is in use")
@@ -303,7 +315,10 @@ class AsyncEngine:
                 reservation.end_request()
 
     def watch(self, on_frame: FrameSink) -> None:
-        """Set the callback for frames, replacing the previous callback. The running event loop calls it."""
+        """Set the callback for frames, replacing the previous callback.
+
+        Call it in the event loop, which then calls ``on_frame`` with each frame.
+        """
         loop = asyncio.get_running_loop()
 
         def hand_over(frame: Frame) -> None:

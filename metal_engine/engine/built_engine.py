@@ -21,7 +21,7 @@ class BuiltEngine:
         core: step loop. Its steps run in the thread that built the engine.
         preparer: prepares requests for ``core`` in any thread.
         adapters: LoRA adapters whose weights the model holds; None if the model was loaded without LoRA support.
-        tokenizer_path: folder or GGUF file of the tokenizer; None if it is not from a file.
+        tokenizer_path: folder or GGUF file of the tokenizer; None if the tokenizer was not read from a file.
     """
 
     core: EngineCore

@@ -87,7 +87,8 @@ class EngineCore:
         tokens, log probabilities and counts as if one engine had computed the whole request.
 
         Args:
-            request_id: id that is new to this engine: steps in flight may still compute requests that have ended.
+            request_id: id that no request of this engine has had. A step in flight may still compute an ended request,
+                so an id cannot be used again.
             seed: seed of the output's random draws.
             so_far: all outputs of the other engine, merged, at least one token; None for a new request.
             num_failures: :attr:`Request.num_failures` in the other engine.
@@ -125,8 +126,8 @@ class EngineCore:
     def end_request(self, request_id: str, status: RequestStatus, num_output_tokens: int | None = None) -> None:
         """End a request, and free its blocks. Unknown ids are ignored.
 
-        Called if the client has aborted the request, found a stop string, or failed to decode the tokens. A request
-        with stop strings ends in the metrics only with this call, because the engine does not see the text.
+        Called if the client has aborted the request, found a stop string, or failed to decode the tokens. The engine
+        does not see the text, so the metrics count the end of a request with stop strings only in this call.
 
         Args:
             status: final status, with a finish reason.
@@ -142,12 +143,15 @@ class EngineCore:
         self._release_own_caches()
 
     def _release_own_caches(self) -> None:
-        """Free mlx-lm's own caches of the last request. With other requests, the next step frees them."""
+        """Free mlx-lm's own caches if the last request has ended. If other requests are left, the next step frees them.
+
+        No effect unless :attr:`ModelInfo.own_caches_reason` is set.
+        """
         if self.config.model.own_caches_reason and not self.has_requests and not self._has_released:
             self._has_released = self.runner.release_cache()
 
     def release_memory(self) -> None:
-        """Free the KV cache until the next request, unless there are requests. Cached prefixes are lost."""
+        """Free the KV cache until the next step, and drop all cached prefixes. No effect if there are requests."""
         if self.has_requests or self._has_released:
             return
         self._has_released = True
@@ -183,12 +187,12 @@ class EngineCore:
     def flush_frames(self) -> bool:
         """Send a pending frame to the callback. Call it while the engine is idle.
 
-        Returns True if a part of the pool is still to be reported.
+        Returns True if a further call is necessary to report the whole pool.
         """
         return self._observer is not None and self._observer.flush_frames()
 
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
-        """Set a callback for the loss of another rank (:meth:`metal_engine.step.Runner.on_rank_lost`)."""
+        """Set the callback for the loss of another rank. See :meth:`metal_engine.step.Runner.on_rank_lost`."""
         self.runner.on_rank_lost(callback)
 
     # --- a step ---
@@ -201,14 +205,16 @@ class EngineCore:
         """Plan and start a step, then finish the oldest step in flight and return its outputs.
 
         With ``async_scheduling``, the step just started stays in flight, so that the next step is planned while it
-        runs. If a step raises, its requests are preempted and computed again. Two failed steps since its last token
-        make a request a suspect, and suspects run one at a time until they have a token. A third failed step fails the
-        request. If no step has succeeded since the first failure, the device may be broken. A replaceable engine then
-        ends instead.
+        runs.
+
+        If a step raises, its requests are preempted and computed again. A request is a suspect after two failed steps
+        since its last token, and suspects run one at a time until they have a token. A third failed step fails the
+        request. If no step has succeeded between three failures of the device, the device may be broken. An engine with
+        ``is_replaceable`` then raises RunnerLostError, so that a new process can continue the requests.
 
         Raises:
             AssertionError: the scheduler's state is inconsistent, even after every request was failed.
-            RunnerLostError: no further step can run, or the device fails in every step.
+            RunnerLostError: no further step can run, or the device of a replaceable engine fails in every step.
         """
         started = time.monotonic()
         self.dispatch_second_part()
@@ -279,6 +285,10 @@ class EngineCore:
         """Collect a step's log probabilities of prompts, and add them to each request's first output.
 
         If a preempted request computes its prompt again, the first values are kept.
+
+        Args:
+            outputs: outputs of the step, which are changed.
+            parts: log probabilities of prompt tokens that the step has computed, by request.
         """
         for request_id, part in parts.items():
             known = self._prompt_logprobs.get(request_id)
@@ -288,10 +298,10 @@ class EngineCore:
             output.prompt_logprobs = self._prompt_logprobs.pop(output.request_id, None)
 
     def _retry(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
-        """Preempt the requests of a failed step. Return the errors of requests that have failed too often.
+        """Preempt the requests of a failed step. Return the error outputs of requests that have failed too often.
 
         Raises:
-            RunnerLostError: the device fails in every step, and another process may have a device that works.
+            RunnerLostError: the device fails in every step, and a new process can replace this engine.
         """
         self.metrics.num_failed_steps += 1
         self._num_failed_in_row += isinstance(error, _DEVICE_ERRORS)
@@ -315,7 +325,10 @@ class EngineCore:
         return outputs
 
     def _fail_everything(self, error: Exception) -> list[RequestOutput]:
-        """Fail every request after an error in the scheduler. The scheduler is then empty and can continue."""
+        """Fail every request after an error in the scheduler, and return their error outputs.
+
+        The scheduler is then empty and can continue. Raises AssertionError if its state is inconsistent.
+        """
         logger.exception("scheduling failed: %s", self.stats)
         self.metrics.num_failed_steps += 1
         self._abandon_steps()

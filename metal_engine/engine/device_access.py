@@ -10,9 +10,10 @@ _ANY_BYTES = 1 << 62
 
 
 class DeviceAccess:
-    """Grants a model memory while it is being loaded. This class grants everything, for a server's only model.
+    """Grants memory to a model while the model is being loaded. This class grants everything to a server's only model.
 
-    The registry of several models grants memory within its budget. A model's process requests memory from the registry.
+    With several models, subclasses limit the memory: the registry grants memory within its budget, and the process of a
+    model requests memory from the registry.
 
     Args:
         memory_bytes: memory for all models together, in bytes; None for the only model.
@@ -22,13 +23,14 @@ class DeviceAccess:
         self.memory_bytes = memory_bytes
 
     def with_model_memory(self, device: DeviceInfo) -> DeviceInfo:
-        """Return ``device`` with the memory for all models as its memory; ``device`` itself for the only model."""
+        """Return ``device`` with its memory replaced by :attr:`memory_bytes`; ``device`` itself for the only model."""
         return device if self.memory_bytes is None else replace(device, memory_bytes=self.memory_bytes)
 
     def without_memory_limit(self, device: DeviceInfo) -> DeviceInfo:
-        """Return ``device`` for the checks of a model. With several models, the memory of the result is unlimited.
+        """Return ``device`` with unlimited memory for the checks of a model; ``device`` itself for the only model.
 
-        Other models can be unloaded, so :meth:`check_fits` and :meth:`claim` check the memory instead.
+        With several models, other models can be unloaded, so :meth:`check_fits` and :meth:`claim` check the memory
+        instead.
         """
         return device if self.memory_bytes is None else replace(device, memory_bytes=_ANY_BYTES)
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenEngine(Protocol):
-    """Interface of an engine to :class:`EngineClient`."""
+    """Interface of an engine that :class:`EngineClient` uses."""
 
     def submit(
         self, request_id: str, prepared: PreparedRequest, seed: int, options: RequestOptions | None = None
@@ -37,7 +37,7 @@ class TokenEngine(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _OpenRequest:
-    """Unfinished request: its id in the engine, and the text of its output. Pooling requests have no text."""
+    """Unfinished request: its id in the engine, and the text of its output. ``text`` is None for a pooling request."""
 
     engine_id: str
     text: OutputText | None
@@ -99,8 +99,8 @@ class EngineClient:
     def receive(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Convert the engine's outputs: fill in text and counts, and replace the engine's ids by the client's.
 
-        Changes and returns the given outputs, without the outputs of finished requests. If an output's tokens cannot be
-        decoded, an error output takes its place, and the request ends.
+        Changes the given outputs and returns them. Outputs of requests that have been aborted or have finished are left
+        out. If an output's tokens cannot be decoded, an error output takes its place, and the request ends.
         """
         received = []
         for output in outputs:

@@ -135,7 +135,10 @@ class EngineThread:
             self._inbox.put(_Add(request_id, prepared, seed, options, so_far, num_failures, time.monotonic()))
 
     def end(self, request_id: str, status: RequestStatus, num_output_tokens: int | None = None) -> None:
-        """End a request before the next step (:meth:`EngineCore.end_request`). No further output follows after that."""
+        """End a request before the next step. See :meth:`EngineCore.end_request`.
+
+        Returns at once. Outputs that the thread passes on before it ends the request may still arrive.
+        """
         self._inbox.put(_End(request_id, status, num_output_tokens))
 
     def watch(self, on_frame: FrameSink | None) -> None:
@@ -146,7 +149,7 @@ class EngineThread:
         self._inbox.put(_Watch(on_frame))
 
     def load_adapter(self, name: str, path: str, within: Path | None, *, in_place: bool) -> Adapter:
-        """Load a LoRA adapter, and wait for it. See :meth:`metal_engine.lora.registry.AdapterRegistry.load`."""
+        """Load a LoRA adapter, and wait for it. See :meth:`metal_engine.engine.transport.Transport.load_adapter`."""
         adapters = None if self._engine is None else self._engine.adapters
         if adapters is None:
             raise AdapterError("the engine was started without --enable-lora")
@@ -173,9 +176,9 @@ class EngineThread:
         return EngineDeadError(f"the engine has stopped: {self.error or 'it was shut down'}")
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
-        """Stop after the step in flight. Return True if the thread has ended within ``timeout`` seconds.
+        """Stop after the step in flight. See :meth:`metal_engine.engine.transport.Transport.shutdown`.
 
-        Open requests get an error output. See :meth:`metal_engine.engine.transport.Transport.shutdown`.
+        Open requests get an error output.
         """
         self._inbox.put(None)
         if self._thread.is_alive():
@@ -208,7 +211,7 @@ class EngineThread:
             self._fail_everything(core, message)
 
     def _lose(self, error: RunnerLostError) -> None:
-        """Fail all requests because a rank is lost.
+        """Fail all open requests because a rank is lost. Later calls of :meth:`submit` raise EngineDeadError.
 
         Called in another thread, because the engine's thread may hang in a step that never ends.
         """
@@ -252,7 +255,7 @@ class EngineThread:
         rest.
 
         Returns:
-            Errors of requests that could not be added; None if the thread is to stop.
+            Error outputs of requests that could not be added; None if the thread has to stop.
         """
         end = time.monotonic() + _INBOX_SECONDS
         while not engine.has_requests or (time.monotonic() < end and not self._inbox.empty()):

@@ -47,7 +47,7 @@ class _Times:
     """Times of a request's events in seconds of :func:`time.monotonic`; 0 for events that have not happened yet.
 
     Attributes:
-        ends_in_text: True if the request has stop strings, so that the client reports its end.
+        ends_in_text: True if the request has stop strings. The client then reports the end of the request.
     """
 
     arrival: float
@@ -62,22 +62,24 @@ class _Times:
 class EngineMetrics:
     """Totals since the engine was created. Durations are in seconds. A request arrives when it is submitted.
 
-    A pooling request has no tokens. It counts only in the metrics about prompts and whole requests.
+    Attributes that describe a duration or a length are a :class:`Histogram`, except ``image_encode_seconds``. A pooling
+    request has no tokens. It counts only in the metrics about prompts and whole requests.
 
     Attributes:
         num_prompt_tokens: tokens of the computed prompts, including tokens found in the prefix cache.
-        num_generation_tokens: tokens sampled. Tokens after a stop string are subtracted from later tokens.
-        num_cache_queries: tokens looked up in the prefix cache, at every admission.
-        num_cache_hits: tokens found in the prefix cache, or loaded from a store.
+        num_generation_tokens: number of sampled tokens. Tokens after a stop string are counted before the client reports
+            the stop string. The same number of later tokens is then not counted.
+        num_cache_queries: number of tokens looked up in the prefix cache. A request counts again at each admission.
+        num_cache_hits: number of these tokens that were found in the prefix cache, or loaded from a store.
         num_rows: rows of packed steps by kind. ``decode``: the only row of a request, not counting drafts. ``fresh``:
             rows of a request's first step after an admission. ``chunk``: other rows of a request with several rows.
             ``draft``: drafts, present only if there were any. Drafts are counted at the end of a step, because a draft
             model may return fewer drafts than planned.
-        num_steps: steps by the time of their planning: ``ahead`` (while the previous step ran) or ``after`` (after its
-            end).
-        num_finished: finished requests by finish reason.
+        num_steps: number of steps by the time of their planning: ``ahead`` (while the previous step ran) or ``after``
+            (after the previous step had ended).
+        num_finished: number of finished requests by finish reason.
         first_token: time from arrival to the first token.
-        inter_token: time between two steps that yield tokens of a request.
+        inter_token: time between two consecutive steps that yield tokens of a request.
         end_to_end: time from arrival to the last token, or to the pooled vector.
         queue: time from arrival to the first step.
         prefill: time from the first step to the first token.
@@ -86,21 +88,23 @@ class EngineMetrics:
         prompt_tokens: prompt lengths of finished requests.
         generation_tokens: output lengths of finished requests.
         step_tokens: number of rows in each step.
-        step_time: time from planning a step to its tokens.
-        num_failed_steps: steps that raised.
-        num_retried_requests: requests of failed steps that were computed again, counted once for each step.
-        num_resumed_requests: requests that continued in a new engine, counted once for each engine.
+        step_time: time from the start of planning a step to its tokens.
+        num_failed_steps: number of steps that raised an error.
+        num_retried_requests: number of requests of failed steps that were computed again, counted once for each failed
+            step.
+        num_resumed_requests: number of requests that continued in a new engine, counted once for each new engine.
         restart: time from the end of an engine to the continuation of its requests in a new one.
-        num_late_masks: rows computed again because their grammar mask was late, or not known to be needed.
-        num_unconstrained_calls: tool calls whose grammars failed, so that their text was free.
-        image_encode_seconds: time that the device took for encoding images.
-        num_decode_forwards: steps in which every row samples, by the outcome of their forward pass
+        num_late_masks: number of rows computed again, because their grammar mask was late or the engine learned too
+            late that they need one.
+        num_unconstrained_calls: number of tool calls whose grammars failed, so that their text was free.
+        image_encode_seconds: total time that the device took for encoding images.
+        num_decode_forwards: number of steps in which every row samples, by the outcome of the forward pass
             (:class:`metal_engine.step.DecodeForward`). Empty if replay was not requested.
         replay_refusal: reason why no step is replayed; None if there is no known reason.
         num_drafts: number of proposals. A proposal consists of all drafts of one request in one step.
-        num_draft_tokens: draft tokens proposed.
-        num_accepted_tokens: draft tokens accepted, by position in the proposal.
-        num_unmasked_tokens: draft tokens for which the grammar mask after the draft was missing.
+        num_draft_tokens: number of proposed draft tokens.
+        num_accepted_tokens: list of the numbers of accepted draft tokens, one for each position in a proposal.
+        num_unmasked_tokens: number of draft tokens for which the grammar mask after the draft was missing.
         kv_transfer: statistics of KV transfer; None without KV transfer.
     """
 
@@ -141,9 +145,13 @@ class EngineMetrics:
         self._times: dict[str, _Times] = {}
 
     def arrived(self, request: Request, arrival: float | None = None) -> None:
-        """Record a queued request and its arrival time in seconds of ``time.monotonic``. Default: now.
+        """Record that a request has been queued.
 
-        The engine that began a request counts its prompt and its first token.
+        If another engine has begun the request, that engine has counted the prompt and the first token. They are not
+        counted again.
+
+        Args:
+            arrival: arrival time in seconds of ``time.monotonic``. Default: now.
         """
         now = time.monotonic()
         arrival = now if arrival is None else arrival
@@ -204,7 +212,7 @@ class EngineMetrics:
                 self.num_accepted_tokens[position] += 1
 
     def produced(self, outputs: Iterable[RequestOutput], started: float, now: float) -> None:
-        """Count the outputs of a step, and the duration of the step since ``started``."""
+        """Count the outputs of a step, and its duration from ``started`` to ``now``."""
         self.step_time.add(now - started)
         inter_token = self.inter_token
         num_tokens = 0
@@ -236,7 +244,7 @@ class EngineMetrics:
         """Count a request that has ended. Unknown ids are ignored.
 
         Args:
-            num_output_tokens: number of tokens without those after a stop string. Default: all tokens.
+            num_output_tokens: number of output tokens up to the stop string. Default: all tokens.
         """
         times = self._times.pop(request_id, None)
         if times is None:

@@ -49,7 +49,10 @@ class PhaseRulesMaker:
     def rules_for(
         self, phases: OutputPhases, structured: StructuredOutputsParams | None, stop_token_ids: np.ndarray
     ) -> Grammar:
-        """Return the grammar of an output with phases: :class:`PhaseRules`, or only the structured output's grammar.
+        """Return the grammar of an output with phases.
+
+        The result is a :class:`PhaseRules`. A structured output without reasoning has no phases to separate, so the
+        result is then its own grammar.
 
         Waits for the compilation of a structured output. Grammars of tool calls in free content are compiled in the
         background.
@@ -132,7 +135,9 @@ class PhaseRulesMaker:
     ) -> CompiledGrammar:
         """Compile a structured output that follows the text ``end``.
 
-        ``place`` has further fields of :mod:`metal_engine.grammars.source` for :meth:`GrammarCompiler.compile`.
+        Args:
+            place: further fields of the wanted grammar (:mod:`metal_engine.grammars.source`): texts and tool calls that
+                may precede or replace the structured output.
         """
         special = token_ranges(self._special.values()) if end else ""
         return self._compiler.compile(structured, tail=end, special=special, **place)
@@ -140,13 +145,13 @@ class PhaseRulesMaker:
     def _beside_calls(self, calls: CallPhase | None, compiled: Callable[[dict[str, Any]], _T]) -> _T:
         """Return the result of ``compiled`` for a structured output that tool calls may replace.
 
-        If the grammar of the calls is refused, the arguments of all tools are left open. If the open grammar is refused
-        too, the output may have no calls.
+        If the grammar with the calls is refused, the arguments of all tools are left free. If that grammar is refused
+        too, the result is a grammar without calls, which forbids them.
 
         Args:
             calls: tool calls; None if there are none.
-            compiled: compiles the structured output. Its argument has the key ``calls`` with the tool calls, or is
-                empty.
+            compiled: compiles the structured output. Its argument is ``{"calls": ...}`` with the tool calls, or ``{}``
+                for a grammar without calls.
         """
         if calls is None:
             return compiled({})

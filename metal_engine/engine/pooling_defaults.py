@@ -12,6 +12,8 @@ from metal_engine.settings.config import ModelInfo
 def resolve_pooling(params: PoolingParams, model: ModelInfo) -> PoolingParams:
     """Return the parameters with the defaults of the checkpoint filled in.
 
+    Parameters with ``token_ids``, which request logits and not an embedding, are returned unchanged.
+
     Raises:
         ParameterError: the model has no embeddings, or none of the requested length. The error's parameter is ``model``
             if the model has no embeddings.

@@ -62,10 +62,12 @@ class RequestPreparer:
         cache_salt: str = "",
         images: PromptImages | None = None,
     ) -> PreparedRequest:
-        """Validate a prompt and its parameters once, and resolve them for this model.
+        """Validate a prompt and its parameters, and resolve them for this model.
+
+        Truncates the prompt if ``params.truncate_prompt_tokens`` is set.
 
         Args:
-            images: images of the prompt. The token ids have a token for each of their features.
+            images: images of the prompt. The prompt must have one token for each feature of an image.
 
         Raises:
             ParameterError: the model does not support the parameters, or a token id is outside its vocabulary.
@@ -197,7 +199,7 @@ class RequestPreparer:
             raise PromptError(message)
 
     def _check_step(self, images: PromptImages, params: SamplingParams) -> None:
-        """Check that a step can compute each bidirectional image of a prompt as a whole.
+        """Check that one step can compute all tokens of a bidirectional image.
 
         Raises:
             PromptError: an image is too large for a step.
@@ -222,8 +224,8 @@ class RequestPreparer:
     def _truncated(self, prompt_token_ids: list[int], limit: int | None, num_new_tokens: int) -> list[int]:
         """Return the last ``limit`` tokens of the prompt.
 
-        None keeps all tokens. -1 keeps the tokens that fit into the context beside ``num_new_tokens`` new tokens.
-        Raises ParameterError if ``limit`` exceeds the context length.
+        None keeps all tokens. -1 keeps as many tokens as fit into the context together with ``num_new_tokens`` new
+        tokens. Raises ParameterError if ``limit`` exceeds the context length.
         """
         max_model_len = self._config.scheduler.max_model_len
         if limit is None:
@@ -250,7 +252,7 @@ class RequestPreparer:
         return max_tokens
 
     def _check_fits_alone(self, num_prompt_tokens: int) -> None:
-        """Raise as :meth:`prepare_pooling` if the prompt is too long."""
+        """Raise as :meth:`prepare_pooling` if the prompt is empty or too long."""
         max_model_len = self._config.scheduler.max_model_len
         if num_prompt_tokens > max_model_len:
             message = f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len}"

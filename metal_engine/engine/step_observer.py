@@ -37,7 +37,7 @@ class StepSegment:
         is_fresh: True if the request was admitted for this step, for the first time or after a preemption.
         samples: True if the step samples or pools for the request.
         num_drafts: number of drafts, which are the last rows.
-        num_image_tokens: number of rows that stand for images.
+        num_image_tokens: number of rows of image tokens.
     """
 
     key: int
@@ -83,8 +83,8 @@ class TableChange:
     """Change of a request's block table.
 
     Attributes:
-        cleared: True if the old table was dropped.
-        added: ids of the blocks that were appended after that.
+        cleared: True if the old table was dropped before ``added`` was appended.
+        added: ids of the appended blocks.
     """
 
     cleared: bool = False
@@ -183,7 +183,7 @@ class StepObserver:
     # --- the engine's side ----------------------------------------------------------------------------------
 
     def planned(self, plan: SchedulerOutput, now: float) -> None:
-        """Record a plan that is about to run. An empty plan ends the step before it and starts no new step.
+        """Record a plan that is about to run. An empty plan ends the previous step and starts no new step.
 
         Args:
             now: current time in seconds of ``time.monotonic``.
@@ -204,7 +204,10 @@ class StepObserver:
             self._begin_step(plan, now)
 
     def flush_frames(self) -> bool:
-        """Send a pending frame while the engine is idle. Return True if a part of the pool is still to be reported."""
+        """Send a pending frame while the engine is idle.
+
+        Returns True if a further call is necessary to report the whole pool.
+        """
         now = time.monotonic()
         self._end_step(now)
         self._finish_frame(now)
@@ -326,7 +329,7 @@ class StepObserver:
     # --- frames ---------------------------------------------------------------------------------------------
 
     def _finish_frame(self, now: float) -> None:
-        """Look up the changes, and send the frame if it has news."""
+        """Look up the changes of the pool, and send the current frame if it has news."""
         if self._num_forgets != self._blocks.num_forgets:
             self._frame.tables.clear()
             self._frame.forget = True
@@ -356,7 +359,10 @@ class StepObserver:
             self._on_frame(frame)
 
     def _report_more(self) -> None:
-        """Add the next part of the state that existed before the observer started."""
+        """Add to the frame the next block tables and cached blocks that existed before the observer started.
+
+        Adds at most about ``_BLOCKS_AT_ONCE`` blocks of each kind.
+        """
         num_reported = 0
         while self._unreported and num_reported < _BLOCKS_AT_ONCE:
             request = self._unreported.pop()

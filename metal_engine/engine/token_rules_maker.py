@@ -1,4 +1,4 @@
-"""Resolves sampling parameters to the tokens of a model."""
+"""Resolves sampling parameters to rules about a model's token ids, such as stop tokens, bad words and grammars."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class GrammarMaker(Protocol):
     def grammar_for(
         self, structured: StructuredOutputsParams | None, phases: OutputPhases | None, stop_token_ids: np.ndarray
     ) -> Grammar:
-        """Return the grammar of an output with a structured output, rules for its phases, or both.
+        """Return the grammar of an output that has a structured output, rules for its phases, or both.
 
         Waits for the compilation of a structured output, but not for the grammars of tool calls.
 
         Args:
+            structured: structured output; None without one. Must be given if ``phases`` is None.
+            phases: phases of the output; None if they have no rules.
             stop_token_ids: tokens that end generation, [S] int32.
 
         Raises:
@@ -113,7 +115,7 @@ class TokenRulesMaker:
         self.grammars.close()
 
     def _check_sizes(self, params: SamplingParams) -> None:
-        """Raise ParameterError if there are more ids than tokens, and for biases outside the vocabulary."""
+        """Raise ParameterError if the vocabulary lacks a biased token, or is smaller than a list of token ids."""
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             if len(getattr(params, name) or ()) > self._vocab_size:
                 raise ParameterError(name, f"may have {self._vocab_size} entries, as many as the vocabulary")
@@ -134,7 +136,10 @@ class TokenRulesMaker:
             raise ParameterError(name, "leaves no token beside bad_words, stop tokens and min_tokens")
 
     def _allowed(self, params: SamplingParams) -> np.ndarray | None:
-        """Return the bit mask of ``allowed_token_ids``, [W] int32; None if it is not set."""
+        """Return the bit mask of ``allowed_token_ids``; None if the parameter is not set.
+
+        The mask is [W] int32 with 32 tokens in each word, the lowest bit first.
+        """
         if params.allowed_token_ids is None:
             return None
         allowed = np.zeros(-(-self._vocab_size // 32) * 32, bool)
@@ -144,9 +149,10 @@ class TokenRulesMaker:
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def _bad_words(self, params: SamplingParams) -> dict[tuple[int, ...], list[int]]:
-        """Return the last tokens of bad words, by the tokens before them in the word. The key is () for single tokens.
+        """Return a map from the leading tokens of the bad words to the last tokens that complete a bad word.
 
-        Raises ParameterError if a word cannot be tokenized or has no tokens.
+        E.g. ``{(): [9], (5, 6): [7, 8]}`` for the words [9], [5, 6, 7] and [5, 6, 8]. Raises ParameterError if a word
+        cannot be tokenized or has no tokens.
         """
         ends: dict[tuple[int, ...], list[int]] = {}
         for word in params.bad_words:
@@ -156,7 +162,10 @@ class TokenRulesMaker:
         return ends
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        """Return a word's tokens at the start of a text, and after a space if the first token differs there."""
+        """Return a word's tokens without and with a space in front. Spaces at the start of ``word`` are ignored.
+
+        The tokens with a space are left out if they begin with the same token, or if their number differs.
+        """
         word = word.lstrip()
         try:
             plain = tuple(self._tokenizer.encode(word, add_special_tokens=False))

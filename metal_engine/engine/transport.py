@@ -70,17 +70,17 @@ class Transport(TokenEngine, Protocol):
 
     @property
     def is_restarting(self) -> bool:
-        """True while requests wait for a new engine, because the one before it has ended."""
+        """True while requests wait for a new engine, because the previous engine has ended."""
 
     def start(self, on_outputs: OutputSink, on_end: EndSink = lambda message: None) -> StartedEngine:
         """Start the engine and wait until it is ready.
 
         Args:
             on_outputs: callback for the outputs of each step. Called in another thread. Must not block.
-            on_end: callback with a message, called when the engine ends. No outputs follow.
+            on_end: callback that receives a message when the engine ends. No outputs follow.
 
         Raises:
-            ModelLoadError: the model cannot be loaded or run.
+            ModelLoadError: the model cannot be loaded or run, or the load was cancelled.
             ConfigError: the settings cannot work.
         """
 
@@ -102,5 +102,5 @@ class Transport(TokenEngine, Protocol):
     def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop after the step in flight. Return True if the engine has ended within ``timeout`` seconds.
 
-        Blocks until then. None waits without a limit.
+        Blocks until the engine has ended or ``timeout`` has passed. None waits without a limit.
         """
