@@ -67,8 +67,8 @@ class EngineMetrics:
 
     Attributes:
         num_prompt_tokens: tokens of the computed prompts, including tokens found in the prefix cache.
-        num_generation_tokens: number of sampled tokens. Tokens after a stop string are counted before the client reports
-            the stop string. The same number of later tokens is then not counted.
+        num_generation_tokens: number of sampled tokens. Tokens after a stop string are counted too. When the client has
+            reported the stop string, the same number of later tokens is not counted.
         num_cache_queries: number of tokens looked up in the prefix cache. A request counts again at each admission.
         num_cache_hits: number of these tokens that were found in the prefix cache, or loaded from a store.
         num_rows: rows of packed steps by kind. ``decode``: the only row of a request, not counting drafts. ``fresh``:

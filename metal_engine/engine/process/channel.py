@@ -52,7 +52,9 @@ class Channel:
         threading.Thread(target=self._write, name="engine-outbox", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Send a message, or append it to the unsent bytes. If the channel is closed, the message is dropped.
+        """Send a message, or append it to the unsent bytes. Blocks only without ``stall_seconds``, as described there.
+
+        If this end is closed or the peer has closed the socket, the message is dropped.
 
         Raises:
             WireError: the message is too large. Nothing is sent.

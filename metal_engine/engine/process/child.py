@@ -1,7 +1,7 @@
 """The process of an engine: runs the engine in a thread, and exchanges messages with the server.
 
-The process ends when the server ends, because the socket then ends. If the main thread cannot read the socket, a signal
-of the system or a polling thread ends the process (``end_with_parent.py``).
+The process ends when the server ends: its main thread then reads the end of the socket. If the main thread cannot read
+the socket, ``end_with_parent.py`` ends the process.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ BuildFunction = Callable[[wire.Build, DeviceAccess], BuiltEngine]
 
 
 class _ServersDevice(DeviceAccess):
-    """Device access of one of several models. The server grants the memory, or kills this process.
+    """Device access of one of several models. :meth:`claim` blocks until the server grants the memory.
 
-    :meth:`check_fits` and :meth:`claim` therefore raise no errors.
+    If the server refuses the memory, it kills this process, so :meth:`check_fits` and :meth:`claim` raise no errors.
 
     Args:
         send: sends a message to the server.
@@ -117,7 +117,7 @@ class EngineChild:
         self._resources = KeyedResources(self._thread, lambda: self._built, channel.send)
 
     def run(self) -> None:
-        """Build the engine and process messages, until the server ends the engine.
+        """Build the engine, and process messages until the server sends :class:`wire.Shutdown`.
 
         Raises:
             EOFError: the server has ended.
@@ -221,7 +221,7 @@ class EngineChild:
         self._channel.send(wire.Outputs([packed_output(output) for output in outputs], self._built.stats))
 
     def _on_plan(self, plan: SchedulerOutput) -> None:
-        """Send the ids of a step's requests to the server.
+        """Send the ids of a step's requests to the server, unless the previous step had the same requests.
 
         If the step ends this process, the server can still read the message from the socket.
         """
@@ -273,9 +273,10 @@ class EngineChild:
                 self._resources.release(message)
 
     def _add_when_made(self, message: wire.Submit, _: object = None) -> None:
-        """Add a request to the engine when its grammar and its adapter are made. Only resumed requests have to wait.
+        """Add a request to the engine when its grammar is made and its adapter is loaded.
 
-        If one of them cannot be made, the request ends with an error.
+        Returns at once: if one of the two is pending, its completion calls this method again. Only resumed requests
+        have to wait. If the grammar or the adapter fails, the request ends with an error.
         """
         if message.request_id not in self._waiting:
             return  # the request has ended

@@ -71,11 +71,11 @@ class EngineProcess:
 
     @property
     def last_words(self) -> str:
-        """Last lines in the standard error of the process, after its end; an empty text if there are none."""
+        """Last lines that the ended process has written to its standard error. See :meth:`ErrorOutput.last_words`."""
         return self._errors.last_words()
 
     def device(self) -> DeviceInfo:
-        """Wait until the process has imported its modules. Return its device. Raises the same errors as :meth:`build`.
+        """Wait until the process has imported its modules, and return its device. Raises as :meth:`build`.
 
         Call it at most once, before :meth:`build`.
         """
@@ -85,10 +85,10 @@ class EngineProcess:
             raise ProcessEndedError(f"no model can be loaded: {self._ended(error)}") from error
 
     def build(self, order: wire.Build, access: DeviceAccess) -> wire.Ready:
-        """Build the engine, and wait until the model is loaded.
+        """Build the engine, and wait until the model is loaded. After an error, the caller has to kill the process.
 
         Args:
-            access: grants the memory that the process claims. Its errors are raised.
+            access: grants the memory that the process claims. Errors of its methods are raised.
 
         Raises:
             ModelLoadError: the model cannot be loaded.
@@ -154,9 +154,10 @@ class EngineProcess:
         return self._reason or problem
 
     def end_hang(self, hang: str) -> None:
-        """End a process that hangs, after it has written the stacks of its threads. Thread-safe.
+        """Kill a process that hangs. Before, let it write the stacks of its threads to its standard error. Thread-safe.
 
-        ``hang`` describes the hang, and becomes the reason of the end.
+        Args:
+            hang: description of the hang, which :meth:`receive_all` returns as the reason of the end.
         """
         self._channel.problem = hang
         self.popen.send_signal(wire.DUMP_SIGNAL)

@@ -71,7 +71,10 @@ class ErrorOutput:
         self._thread.join(1.0)  # a child of the engine's process may have inherited the descriptor
 
     def last_words(self) -> str:
-        """Return the last lines of a process that has ended, joined to one line; empty without lines."""
+        """Return the last lines that an ended process has written, joined by `` | ``; an empty text without lines.
+
+        Returns at most three lines, all from the last five seconds, and none of a dump of the stacks of threads.
+        """
         since = time.monotonic() - _MAX_AGE
         words = [line for at, line in list(self._lines) if at > since]
         dump = next((i for i, line in enumerate(words) if line.startswith(_DUMPS)), len(words))

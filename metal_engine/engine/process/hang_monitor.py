@@ -10,9 +10,10 @@ _PARTS = 20
 
 
 class HangMonitor:
-    """Reports a hang if the process has made no progress for longer than a limit.
+    """Reports a hang if the engine's process has made no progress for longer than a limit.
 
-    A separate thread adds up its waiting times, so that the time does not advance while this process is stopped.
+    A thread waits in short intervals and counts them. The time therefore does not advance while this process, the
+    server, is stopped.
 
     Args:
         on_hang: callback that ends the process. The monitor's thread calls it with a description of the hang.
@@ -38,7 +39,7 @@ class HangMonitor:
         self._is_closed.set()
 
     def set_limit(self, seconds: float, hang: str) -> None:
-        """Report a hang when ``seconds`` have passed from now on without progress.
+        """Report a hang once if ``seconds`` pass from now on without progress. Replaces the previous limit.
 
         Args:
             hang: description of the hang, without the time.

@@ -52,7 +52,9 @@ class _KeyedGrammar:
 
 
 class KeyedResources:
-    """Resources that the server has requested and not released. Each has a key that the server has chosen.
+    """Grammars, adapters and image inputs that the server has requested and not released.
+
+    Each has a key that the server has chosen. Messages refer to it by this key.
 
     Args:
         thread: thread of the engine.
@@ -75,7 +77,7 @@ class KeyedResources:
     # --- for requests ---
 
     def needed_by(self, message: wire.Submit) -> list[Future[Any]]:
-        """Return the futures of a request's grammar and adapter; empty for a request that has neither."""
+        """Return the futures of a request's grammar and adapter; an empty list for a request that has neither."""
         needed: list[Future[Any]] = []
         if message.rules.grammar is not None:
             needed.append(self._grammars[message.rules.grammar].made)

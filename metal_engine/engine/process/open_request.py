@@ -18,8 +18,8 @@ class OpenRequest:
 
     Attributes:
         so_far: output up to now, with all of its tokens; None before the first token.
-        image_inputs: inputs of the request's images, which the process keeps while these objects exist.
-        num_failures: number of processes since the request's last token that have ended while they computed it.
+        image_inputs: inputs of the request's images. The process keeps them while these objects exist.
+        num_failures: number of processes that have ended while they computed the request. A new token resets it to 0.
     """
 
     prepared: PreparedRequest

@@ -13,10 +13,10 @@ InputArrays = Mapping[str, np.ndarray]
 
 
 def packed_images(images: PromptImages | None, keys: Mapping[bytes, int]) -> Images | None:
-    """Return the images of a prompt as a part of a message.
+    """Return the images of a prompt as a part of a message; None without images.
 
     Args:
-        keys: map from the images' content hashes to the keys of their inputs.
+        keys: map from the content hash of each image to the key of its :class:`ImageInputs`.
     """
     if images is None:
         return None
@@ -31,8 +31,10 @@ def packed_images(images: PromptImages | None, keys: Mapping[bytes, int]) -> Ima
 def unpacked_images(images: Images | None, inputs: Mapping[int, InputArrays]) -> PromptImages | None:
     """Return the images of a prompt from the result of :func:`packed_images`.
 
+    An invalid message raises an error that only the context :func:`checked` converts to a WireError.
+
     Args:
-        inputs: map from keys to the encoder inputs of images.
+        inputs: map from the keys of :class:`ImageInputs` to their arrays.
     """
     if images is None:
         return None

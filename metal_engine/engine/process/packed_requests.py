@@ -59,9 +59,9 @@ def packed_request(
     grammar_key: int | None,
     image_keys: Mapping[bytes, int],
 ) -> Submit:
-    """Return the message that submits a request. ``EngineThread.submit`` describes the other arguments.
+    """Return the message that submits a request.
 
-    Args:
+    Args (:meth:`metal_engine.engine.engine_thread.EngineThread.submit` describes the other arguments):
         grammar_key: key of the request's grammar; None without a grammar.
         image_keys: map from content hashes of the request's images to the keys of their inputs.
     """
@@ -144,10 +144,10 @@ def _packed_params(params: SamplingParams) -> Sampling:
 
 
 def _unpacked_params(sampling: Sampling) -> SamplingParams:
-    """Return parameters that the engine treats as the original ones.
+    """Return parameters that the engine treats like the original parameters.
 
-    The engine reads only whether there are stop strings, bad words, biases, allowed tokens, a structured output and
-    rules for phases. Their contents are in :class:`TokenRules`.
+    Stop strings, bad words, biases, allowed tokens, structured outputs and phases have dummy values: the engine reads
+    only whether they are set. Their contents are in :class:`TokenRules`.
     """
     is_structured = sampling.is_structured and not sampling.has_phase_rules
     return SamplingParams(
@@ -169,7 +169,7 @@ def packed_grammar(
 ) -> tuple[bytes | None, bytes | None]:
     """Return a structured output and phases as JSON; None for each that is None.
 
-    JSON may have numbers and texts that msgpack cannot have.
+    JSON, unlike msgpack, can represent integers of more than 64 bits and lone surrogates.
     """
 
     def packed(value: Any) -> bytes | None:

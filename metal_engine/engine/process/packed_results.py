@@ -121,7 +121,7 @@ class MetricsTotals:
         self.begin_engine()
 
     def begin_engine(self, stats: SchedulerStats | None = None) -> None:
-        """Prepare for the snapshots of a new engine, which are added to the current sums.
+        """Keep the current sums as the totals of earlier engines, to which the snapshots of a new engine are added.
 
         Args:
             stats: last result of :meth:`add_stats` for the previous engine; None for the first engine.
@@ -176,7 +176,10 @@ def packed_adapter(adapter: Adapter) -> LoadedAdapter:
 
 
 def packed_error(error: BaseException) -> list[str | None]:
-    """Return the type and the arguments of an error. Types that ``_ERRORS`` lacks become RuntimeError."""
+    """Return the type and the arguments of an error, e.g. ``["AdapterError", "no such adapter", "lora_name"]``.
+
+    A type that is in ``_ERRORS`` neither itself nor by a base class becomes RuntimeError.
+    """
     for kind, names in _ERRORS.items():
         if isinstance(error, kind):
             values = [getattr(error, name) if name else str(error) for name in names]

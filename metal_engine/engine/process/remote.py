@@ -49,8 +49,8 @@ class EngineCalls:
 
     Attributes:
         lock: the lock. Also held while callbacks of a reply run.
-        grammars: grammars that the server uses.
-        dropped_grammars, dropped_adapters, dropped_images: keys to release.
+        grammars: weak references to the grammars that the server uses.
+        dropped_grammars, dropped_adapters, dropped_images: keys that :meth:`release` will send.
     """
 
     def __init__(self, send: Callable[[wire.Message], None], lock: threading.RLock) -> None:
@@ -85,7 +85,11 @@ class EngineCalls:
 
     @staticmethod
     def wait(reply: Future[wire.Reply]) -> wire.Reply:
-        """Wait for the reply of a call. Raises the error of the call, or Cancelled if the client has disconnected."""
+        """Wait for the reply of a call.
+
+        Raises the error of the call, EngineDeadError if the engine has ended, or Cancelled if the client has
+        disconnected.
+        """
         while True:
             check_cancelled()
             try:
@@ -97,7 +101,7 @@ class EngineCalls:
             return found
 
     def release(self) -> None:
-        """Release the dropped objects in the process. Later messages do not name them."""
+        """Send a message that releases the dropped objects in the process. Raises EngineDeadError."""
         dropped = self.dropped_grammars, self.dropped_adapters, self.dropped_images
         if any(dropped):
             keys = [[one.popleft() for _ in range(len(one))] for one in dropped]
@@ -134,7 +138,7 @@ class RemoteWatch:
 
     Args:
         on_frame: callback; None if frames are off.
-        number: number of the watch.
+        number: number of the watch, which the process repeats in each frame.
     """
 
     def __init__(self, on_frame: FrameSink | None, number: int) -> None:
@@ -156,12 +160,15 @@ class RemoteWatch:
             self._on_frame(message.frame)
 
     def interrupt(self) -> None:
-        """Send an empty frame, because the process has ended. Viewers get the current numbers with each frame."""
+        """Pass an empty frame to the callback, because the process has ended.
+
+        With each frame, viewers get the current stats, which show that the engine is restarting.
+        """
         if self._on_frame is not None:
             self._on_frame(Frame(is_whole=self._is_whole))
 
     def begin_again(self) -> None:
-        """Send a frame that voids all earlier frames, because a new process numbers its requests from 0."""
+        """Pass a frame to the callback that voids all earlier frames: a new process numbers its requests from 0."""
         if self._on_frame is not None:
             self._on_frame(Frame(forget=True, finished=list(range(self._num_requests))))
 
@@ -185,7 +192,10 @@ class RemoteGrammars:
     def grammar_for(
         self, structured: StructuredOutputsParams | None, phases: OutputPhases | None, stop_token_ids: np.ndarray
     ) -> Grammar:
-        """See :meth:`metal_engine.engine.token_rules_maker.GrammarMaker.grammar_for`."""
+        """See :meth:`metal_engine.engine.token_rules_maker.GrammarMaker.grammar_for`.
+
+        Returns a :class:`RemoteGrammar`. Also raises EngineDeadError.
+        """
         message = wire.MakeGrammar(0, *packed_grammar(structured, phases), stop_token_ids.tobytes())
         with self._calls.lock:
             reply = self._calls.begin(message)

@@ -46,7 +46,10 @@ class RemoteAdapters:
         return list(self._adapters.values())
 
     def load(self, name: str, path: str, within: Path, *, in_place: bool) -> Adapter:
-        """See :meth:`metal_engine.lora.registry.AdapterRegistry.load`."""
+        """See :meth:`metal_engine.lora.registry.AdapterRegistry.load`. Waits for other loads.
+
+        If ``in_place`` fails because no slot is free, drop the unused old adapter of this name and load again.
+        """
         with self._loading:
             try:
                 return self._load(name, path, within, in_place)
@@ -60,7 +63,7 @@ class RemoteAdapters:
         entered: list[Adapter] = []
 
         def enter(reply: Future[wire.Reply]) -> None:
-            """Record a loaded adapter. From now on, new processes load it, too."""
+            """Record a loaded adapter, so that new processes load it, too. No effect if the load has failed."""
             if not reply.exception() and (loaded := reply.result().adapter) is not None:
                 self._adapters[name] = adapter = self._hold(message, loaded)
                 entered.append(adapter)
@@ -106,7 +109,10 @@ class RemoteAdapters:
             send(held[adapter])
 
     def lose(self, key: int) -> None:
-        """Drop the adapter with this key, which a new process could not load. No effect if no adapter has the key."""
+        """Drop the adapter with this key, because a new process could not load it.
+
+        No effect if no adapter has the key.
+        """
         for adapter in self.adapters:
             if adapter.slot == key:
                 del self._adapters[adapter.name]

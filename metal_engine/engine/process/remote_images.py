@@ -20,7 +20,7 @@ _MAX_RECENT_BYTES = 1 << 26
 
 @dataclass(frozen=True, eq=False)
 class RemoteImageInputs:
-    """Inputs of the encoder for an image. The process keeps them until this object is released."""
+    """Inputs of the encoder for an image. The process keeps them until this object is deleted."""
 
     key: int
     content_hash: bytes
@@ -42,7 +42,8 @@ class RemoteImages:
 
     Args:
         calls: sends messages, and releases inputs.
-        max_recent_bytes: maximum size of the most recent inputs, which stay in the process when their requests end.
+        max_recent_bytes: maximum total size in bytes of the most recently used inputs. They stay in the process when
+            their requests end.
     """
 
     def __init__(self, calls: EngineCalls, max_recent_bytes: int = _MAX_RECENT_BYTES) -> None:
@@ -82,6 +83,6 @@ class RemoteImages:
             self._num_recent_bytes -= self._recent.popitem(last=False)[1].num_bytes
 
     def messages(self) -> Iterator[ImageInputs]:
-        """Yield the messages that send a new process all inputs. Each message has a copy of an image's inputs."""
+        """Yield the messages that send all inputs to a new process. Each message copies the inputs of one image."""
         for inputs in list(self._by_hash.values()):
             yield inputs.message

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RestartableProcess:
-    """The process of an engine, or the latest process after earlier ones have ended. A process that hangs is killed.
+    """Latest process of an engine. A process that hangs is killed.
 
     One thread calls all methods except :meth:`stop` and :meth:`kill`.
 
@@ -31,7 +31,7 @@ class RestartableProcess:
         access: grants memory to the first process. Later processes have the same memory.
 
     Attributes:
-        current: process that builds or runs the engine; None before the first one.
+        current: process that builds or runs the engine, or the last such process; None before the first process.
     """
 
     def __init__(self, spawner: Spawner, args: dict[str, Any], access: DeviceAccess) -> None:
@@ -50,9 +50,10 @@ class RestartableProcess:
         self._lock = threading.Lock()
 
     def build(self) -> wire.Ready:
-        """Build the engine in a process of the spawner. Raises as :meth:`EngineProcess.build`.
+        """Build the engine in a process of the spawner. Raises as :meth:`Spawner.take` and :meth:`EngineProcess.build`.
 
-        If the process ends while it loads a model on demand, another process tries once, since requests wait for it.
+        If the process ends during the first load of a model that is loaded on demand, a second process tries again,
+        because requests wait for the model.
         """
         try:
             return self._build()
@@ -86,9 +87,13 @@ class RestartableProcess:
         return ready
 
     def record_stats(self, before: SchedulerStats, now: SchedulerStats, *, has_requests: bool) -> None:
-        """Record stats of the engine as progress, unless the engine has requests and no new plan.
+        """Record progress if the engine has planned a step since ``before``, or has no requests.
 
         Starts the spare process after its delay (:attr:`ProcessLimits.spare_delay`).
+
+        Args:
+            before: previous stats of the engine.
+            now: current stats of the engine.
         """
         if now.num_plans != before.num_plans or not has_requests:
             self._monitor.progressed()
@@ -101,7 +106,10 @@ class RestartableProcess:
         self._num_fruitless = 0
 
     def may_restart(self) -> bool:
-        """Record a restart. Return False if there are too many restarts, or if the engine was stopped."""
+        """Record a restart, and stop monitoring the old process. Return True if a new process may be started.
+
+        Return False if there were too many restarts (:attr:`ProcessLimits.max_restarts`), or if the engine was stopped.
+        """
         self._monitor.clear_limit()
         now = time.monotonic()
         self._restarts = [*(at for at in self._restarts if now - at < RESTART_SECONDS), now]
@@ -110,7 +118,7 @@ class RestartableProcess:
 
     @property
     def refusal(self) -> str:
-        """Text about the exceeded limit on new processes, for the end of a message.
+        """Description of the exceeded limit on new processes, which is appended to the reason of the engine's end.
 
         Empty if the engine was stopped, or if no new process is allowed at all.
         """

@@ -60,7 +60,10 @@ class Spawner:
         return device
 
     def close(self) -> None:
-        """Kill the spare process. Call it when all other processes have ended; no further process can be started."""
+        """Kill the spare process, and end the thread of the spawner. No further process can be started.
+
+        On Linux, the system kills all processes of the spawner when its thread ends. Call this method after their end.
+        """
         self._thread.shutdown()
         if self.spare is not None:
             self.spare.kill()

@@ -87,7 +87,7 @@ class EngineSupervisor:
 
     @property
     def is_restarting(self) -> bool:
-        """True while requests wait for a new process."""
+        """True if no process can take requests: at the start, during a restart, and after the end of the engine."""
         return not self._is_up
 
     @property
@@ -176,7 +176,7 @@ class EngineSupervisor:
     def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop after the step in flight. Return True if the process has ended within ``timeout`` seconds.
 
-        Otherwise, the process is killed.
+        Otherwise, kill the process and return False. Open requests may get no final output.
         """
         with self._lock:
             self._is_shutting_down = True
@@ -210,7 +210,7 @@ class EngineSupervisor:
     def _run(self) -> str | None:
         """Receive messages until the process ends. Then start a new process that continues the requests.
 
-        Returns None after that, or the problem if no new process could continue.
+        Returns None if a new process continues the requests, otherwise the reason why the engine has ended.
         """
         assert self._process is not None
         problem = cause = self._process.receive_all(self._process_message)
@@ -242,9 +242,13 @@ class EngineSupervisor:
         return RemoteEngine(ready.config, preparer, adapters, ready.numbers.stats, self._metrics)
 
     def _resume(self, ready: wire.Ready, ended_at: float) -> None:
-        """Send a new process the adapters, grammars, images and requests of the previous process, and count them.
+        """Send a new process the adapters, grammars, images and open requests of the previous process.
 
-        Requests that have failed too often get an error.
+        Requests that have failed too often get an error. Updates the metrics about resumed and failed requests.
+
+        Args:
+            ready: message of the new process that its model is loaded.
+            ended_at: time of the end of the previous process in seconds of ``time.monotonic``.
 
         Raises:
             ModelLoadError: the KV cache of the new process is smaller.

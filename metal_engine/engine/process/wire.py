@@ -68,7 +68,10 @@ class Sampling(Part):
 
 
 class Rules(Part):
-    """:class:`metal_engine.token_rules.TokenRules`. A grammar is the key of a :class:`MakeGrammar`."""
+    """:class:`metal_engine.token_rules.TokenRules` with its arrays as bytes.
+
+    ``grammar`` is the number of the :class:`MakeGrammar` call that made the grammar; None without a grammar.
+    """
 
     stop_token_ids: bytes
     bad_words: list[tuple[tuple[int, ...], list[int]]]
@@ -89,7 +92,7 @@ class Array(Part):
 class Image(Part):
     """:class:`metal_engine.prompt_images.PromptImage`.
 
-    ``positions`` are int32. ``key`` names its :class:`ImageInputs`.
+    ``positions`` are int32. ``key`` is the key of the image's :class:`ImageInputs`.
     """
 
     positions: bytes
@@ -151,9 +154,9 @@ class MetricsSnapshot(Part):
 
 
 class Start(Message):
-    """Settings of the process. The first message. The process imports its modules.
+    """First message to a process, with its settings. The process then imports its modules.
 
-    ``models`` contains the settings of the server's models. The process builds the engine of one model.
+    ``models`` contains the settings of all models of the server. The process builds the engine of one of these models.
     """
 
     models: list[dict[str, Any]]
@@ -162,9 +165,10 @@ class Start(Message):
 
 
 class Build(Message):
-    """Builds the engine. ``config`` is the configuration of an earlier process with the same settings, if any.
+    """Builds the engine with the settings ``args``.
 
-    ``memory_bytes`` is the memory for all models together; None if the engine has the whole device.
+    ``config`` is the configuration of an earlier process of this engine; None for the first process. ``memory_bytes``
+    is the memory for all models together; None if the engine has the whole device.
     """
 
     args: dict[str, Any]
@@ -197,7 +201,7 @@ class Submit(Message):
 
 
 class ImageInputs(Message):
-    """Inputs of the encoder for an image. Later requests name them by their key, until the server releases it."""
+    """Inputs of the encoder for an image. Later requests refer to them by ``key``, until the server releases it."""
 
     key: int
     inputs: dict[str, Array]
@@ -271,7 +275,7 @@ class Shutdown(Message):
 
 
 class Reply(Message):
-    """Result of a call. ``error`` is from ``packed_error``."""
+    """Result of the :class:`Call` with this number. ``error`` is a result of ``packed_error``; None after a success."""
 
     call: int
     adapter: LoadedAdapter | None = None
@@ -279,7 +283,7 @@ class Reply(Message):
 
 
 class Device(Message):
-    """The modules are imported. ``info`` describes the device that they compute on."""
+    """The process has imported its modules. ``info`` describes the device on which the engine will run."""
 
     info: DeviceInfo
 
@@ -302,7 +306,7 @@ class Claim(Message):
 
 
 class Refused(Message):
-    """The engine cannot be built. ``error`` is from ``packed_error``."""
+    """The engine cannot be built. ``error`` is a result of ``packed_error``."""
 
     error: list[str | None]
 
