@@ -1,4 +1,4 @@
-"""Side channel between rank 0 and the other ranks, in addition to the collectives: frames over TCP, with heartbeats.
+"""TCP connections between rank 0 and the other ranks, for plans, heartbeats and failures. MLX sends the arrays itself.
 
 A frame has a length (4 bytes, big-endian), a :class:`FrameKind` (1 byte), and its content. A rank without work sleeps
 in ``recv``. A separate thread sends heartbeats, so a rank that loads or computes for long is not silent. A rank is
@@ -66,8 +66,9 @@ class Link:
             a thread of this link, or the caller of :meth:`send`.
 
     Attributes:
-        progress: number of steps that this rank has started, plus the number that it has finished. Heartbeats contain
-            it. Rank 0 counts in :class:`metal_engine.distributed.rank_failure.StepTimeout` instead.
+        progress: number of steps that this rank has started, plus the number of steps that it has finished. Sent in
+            heartbeats. Always 0 on rank 0, whose count is in
+            :class:`metal_engine.distributed.rank_failure.StepTimeout`.
         their_progress: ``progress`` in the other rank's last heartbeat.
     """
 
@@ -90,10 +91,10 @@ class Link:
             threading.Thread(target=work, name=f"link to {self.name}", daemon=True).start()
 
     def send(self, kind: FrameKind, content: bytes = b"") -> None:
-        """Send a frame.
+        """Send a frame. Thread-safe. Blocks up to ``timeout`` seconds while the other rank reads nothing.
 
         Raises:
-            RunnerLostError: the other rank is gone.
+            RunnerLostError: the other rank is gone. ``on_lost`` has been called, unless :meth:`close` was called.
         """
         try:
             with self._lock:
@@ -124,7 +125,10 @@ class Link:
         self._inbox.put((FrameKind.LOST, b""))
 
     def close(self) -> None:
-        """Stop sending heartbeats and reporting a loss of the other rank. The connection stays open."""
+        """Stop sending heartbeats. Silence and the end of the connection no longer count as a loss of the other rank.
+
+        The connection stays open. A frame of kind LOST is still passed to ``on_lost``.
+        """
         self._is_closing = True
 
     def _lose(self, message: str) -> None:
@@ -167,7 +171,7 @@ class Link:
 
 
 def read_frame(connection: socket.socket, timeout: float) -> tuple[FrameKind, bytes]:
-    """Wait for a frame.
+    """Wait for a frame, heartbeats included. Return its kind and content.
 
     Raises:
         OSError: the peer is gone, or silent for longer than ``timeout`` seconds.
@@ -191,9 +195,9 @@ def _exactly(connection: socket.socket, num_bytes: int, timeout: float) -> bytes
 
 
 def _wait_for_bytes(connection: socket.socket, timeout: float) -> None:
-    """Wait for data. Raises TimeoutError after ``timeout`` seconds of silence.
+    """Wait until data can be read. Raises TimeoutError after ``timeout`` seconds of silence.
 
-    If this process itself was stopped in the meantime, the silence is counted from the start again.
+    If this process itself was stopped in the meantime, the ``timeout`` starts again.
     """
     part = timeout / _SLICES
     num_silent = 0
@@ -217,10 +221,15 @@ def listen(host: str) -> socket.socket:
 
 
 def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds: float) -> dict[int, socket.socket]:
-    """Wait for the connections of ranks 1 to ``num_ranks - 1``. Return the connections by rank.
+    """Wait for the connections of ranks 1 to ``num_ranks - 1``. Return the connections by rank. Closes ``listening``.
 
-    A connection without the right token is closed. Unidentified connections do not block the ranks: if there are too
-    many, the oldest is closed. Closes ``listening``.
+    A connection that does not send the right token within ``_GREETING_SECONDS`` is closed. At most ``_MAX_GREETINGS``
+    connections may be without a token. A further connection closes the oldest of them.
+
+    Args:
+        token: secret of ``TOKEN_BYTES`` bytes that each rank sends first.
+        num_ranks: number of ranks, including rank 0.
+        seconds: time limit for all connections together.
 
     Raises:
         RunnerLostError: some ranks have not connected in time.
@@ -282,7 +291,10 @@ def _receive_by(connection: socket.socket, num_bytes: int, end: float) -> bytes:
 
 
 def connect(host: str, port: int, token: bytes, rank: int, seconds: float) -> socket.socket:
-    """Connect to rank 0. Retries after any error: rank 0 closes connections if too many are unidentified.
+    """Connect to rank 0, and return the connection once rank 0 has accepted ``token``.
+
+    Retries after any error, because rank 0 may close a connection before it has read the token
+    (:func:`accept_ranks`).
 
     Raises:
         RunnerLostError: rank 0 was not reached in time.

@@ -1,4 +1,4 @@
-"""Main loop of all ranks except rank 0: computes this rank's shard of the steps that rank 0 plans."""
+"""Main loop of a rank other than rank 0: computes the rank's shard of the steps that rank 0 plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from metal_engine.step import RunnerLostError
 
 
 def run_as_follower(runner: ModelRunner, link: Link, monitor: RankFailureMonitor, rank: int) -> None:
-    """Run the steps of rank 0 until rank 0 ends. If this rank fails, it notifies rank 0, which ends all ranks.
+    """Run the steps of rank 0 until rank 0 ends. Then close ``runner``.
+
+    If this rank fails, it notifies rank 0, which ends all ranks.
 
     Raises:
         RunnerLostError: this rank has failed, or another rank was lost.
@@ -37,7 +39,14 @@ def run_as_follower(runner: ModelRunner, link: Link, monitor: RankFailureMonitor
 
 
 def run_frame(runner: ModelRunner, steps: deque[PendingStep], link: Link, kind: FrameKind, content: bytes) -> bool:
-    """Process a frame, and count it in the link's progress. Return False if the frame ends the loop."""
+    """Process a frame. Return False if the frame ends the loop.
+
+    Counts a started and a finished step in :attr:`Link.progress`. Raises the errors of the step, and RuntimeError if
+    the frame cannot come between steps.
+
+    Args:
+        steps: steps in flight, oldest first, which this function changes.
+    """
 
     def done() -> None:
         link.progress += 1

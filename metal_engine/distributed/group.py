@@ -88,12 +88,12 @@ class RankGroup:
     # --- exchange of values ---
 
     def exchange(self, what: str, values: dict[str, Any], seconds: float | None = None) -> list[dict[str, Any]]:
-        """Exchange values with all ranks. The values are JSON data.
+        """Exchange values with all ranks. Every rank must call it, and waits until it has the values of all ranks.
 
         Args:
-            what: name of the values. All ranks must pass the same name, or they have diverged.
-            values: values of this rank.
-            seconds: time limit for another rank. None waits as long as that rank lives.
+            what: name of the values. If the ranks pass different names, they have diverged, which raises an error.
+            values: values of this rank, as JSON data.
+            seconds: time limit for each wait for another rank. None waits until that rank answers or is lost.
 
         Returns:
             Values of each rank, by rank.
@@ -125,7 +125,10 @@ class RankGroup:
         return values
 
     def max_over_ranks(self, what: str, number: int) -> int:
-        """Return the largest of the ranks' numbers. All ranks pass the same name ``what``. Raises RunnerLostError."""
+        """Return the largest ``number`` that a rank passes. All ranks pass the same name ``what``.
+
+        Raises as :meth:`exchange`.
+        """
         return max(values["number"] for values in self.exchange(what, {"number": number}))
 
     def barrier(self, what: str) -> None:
@@ -140,7 +143,10 @@ class RankGroup:
         self.exchange(what, {}, self.args.distributed_timeout_seconds)
 
     def check_settings(self) -> None:
-        """Raise ConfigError if versions or settings differ between ranks."""
+        """Raise ConfigError if versions or settings differ between ranks. Raises RunnerLostError if a rank is lost.
+
+        The settings in ``_OWN_SETTINGS``, such as the path of the model, may differ.
+        """
         mine = {name: value for name, value in asdict(self.args).items() if name not in _OWN_SETTINGS}
         of_ranks = self.exchange("settings", {"settings": mine, "versions": _versions()})
         first = of_ranks[0]
@@ -158,7 +164,10 @@ class RankGroup:
     # --- steps ---
 
     def lead(self, runner: ModelRunner, step_seconds: float) -> LeaderRunner:
-        """Return the runner for rank 0, whose steps all ranks run. If a step takes ``step_seconds``, all ranks end."""
+        """Return the runner for rank 0, whose steps all ranks run. Call it on rank 0.
+
+        If rank 0 waits longer than ``step_seconds`` for a step, all ranks end.
+        """
         step_timeout = StepTimeout(self._monitor, self._links, step_seconds)
         step_timeout.start()
         kill_left = (lambda: None) if self._local is None else self._local.kill_left
@@ -172,7 +181,10 @@ class RankGroup:
     # --- the end ---
 
     def give_up(self, error: BaseException) -> BaseException:
-        """End all ranks because this rank cannot start.
+        """Report to all ranks that this rank cannot start, which ends them. Stop the ranks that this rank has started.
+
+        Args:
+            error: reason why this rank cannot start.
 
         Returns:
             The exception to raise: a ModelLoadError that names the lost rank if a rank was lost, otherwise ``error``.
@@ -298,7 +310,7 @@ def _connect_ranks(
 
 
 def _pass_on(links: Sequence[Link], error: RunnerLostError) -> None:
-    """Report a lost rank to the remaining ranks, and wake calls that wait for a frame.
+    """Report a lost rank to the remaining ranks. Wake the calls of :meth:`Link.receive` in this process.
 
     Each report is sent in a separate thread, because sending to a stopped rank with full network buffers blocks.
     """

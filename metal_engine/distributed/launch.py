@@ -80,7 +80,10 @@ def is_follower(args: EngineArgs) -> bool:
 
 
 def leader_host(flag: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return rank 0's address in the group.
+    """Return rank 0's address in the group, without the port.
+
+    Args:
+        flag: setting that the error names.
 
     Raises:
         ConfigError: the environment does not contain the address.
@@ -104,11 +107,11 @@ def host_name() -> str:
 
 @dataclass
 class LocalRanks:
-    """Ranks from 1 on, which rank 0 has started on this machine.
+    """Ranks 1 and above, which rank 0 has started on this machine.
 
     Attributes:
-        processes: processes of the ranks.
-        ends: descriptors of pipes. Each pipe is closed when its process ends.
+        processes: processes of the ranks, from rank 1 on.
+        ends: read ends of pipes, one for each process. A pipe reaches its end when its process ends.
         hostfile: temporary host file of the group.
     """
 
@@ -131,7 +134,7 @@ class LocalRanks:
         self.kill_left()
 
     def kill_left(self) -> None:
-        """Wait at most ``_OWN_END_SECONDS`` for the ranks to exit. Kill the remaining ranks, such as stopped ranks."""
+        """Wait at most ``_OWN_END_SECONDS`` for the ranks to exit. Kill the remaining ranks, e.g. suspended ranks."""
         deadline = time.monotonic() + _OWN_END_SECONDS
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
@@ -139,12 +142,12 @@ class LocalRanks:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the ranks that have not ended. A stopped rank would otherwise outlive rank 0 and keep its memory."""
+        """Kill the ranks that have not ended. A suspended rank would otherwise outlive rank 0 and keep its memory."""
         for process in self.processes:
             process.kill()
 
     def end(self) -> None:
-        """Release the resources that starting the ranks needed: pipes, the host file and environment variables.
+        """Release the resources that the ranks needed to join: pipes, the host file and environment variables.
 
         The ranks continue until rank 0 ends them or is gone.
         """
@@ -157,7 +160,10 @@ class LocalRanks:
 
 
 def start_local_ranks(args: EngineArgs) -> LocalRanks:
-    """Start the other ranks of a group on this machine, as its rank 0. They communicate over the loopback interface."""
+    """Start the other ranks of a group on this machine. They communicate over the loopback interface.
+
+    Sets environment variables that make this process rank 0 of the group. :meth:`LocalRanks.end` removes them.
+    """
     ports = free_ports(args.num_ranks)
     descriptor, name = tempfile.mkstemp(prefix="metal-engine-ranks-", suffix=".json")
     with os.fdopen(descriptor, "w") as file:
@@ -187,9 +193,9 @@ def start_local_ranks(args: EngineArgs) -> LocalRanks:
 
 
 def end_with(life_line: int) -> None:
-    """End this process soon after rank 0 has ended, even while its other threads are blocked.
+    """Arrange that this process ends soon after rank 0 has ended, even while its other threads are blocked.
 
-    For ranks that rank 0 has started.
+    Returns at once. For ranks that rank 0 has started.
 
     Args:
         life_line: descriptor of a pipe that is closed when rank 0 ends.

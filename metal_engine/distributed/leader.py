@@ -26,7 +26,7 @@ class LeaderRunner:
         runner: runner of this rank.
         links: links to the other ranks.
         monitor: handler of lost ranks.
-        step_timeout: timeout of steps.
+        step_timeout: reports a loss if a wait for a step is too long. Closed with this runner.
         kill_left: kills the ranks that rank 0 has started and that do not exit on request.
     """
 
@@ -99,7 +99,7 @@ class LeaderRunner:
             raise lost from error
 
     def _start(self, content: bytes) -> None:
-        """Make the other ranks start a step whose graph this rank has built."""
+        """Send the plan of a step whose graph this rank has built to the other ranks, which start the step."""
         self._send(FrameKind.PLAN, content)
         self._step_timeout.progress += 1
 
@@ -108,9 +108,9 @@ class LeaderRunner:
             link.send(kind, content)
 
     def close(self) -> None:
-        """End the other ranks, then close the runner.
+        """End the other ranks, then close the runner of this rank.
 
-        Does nothing after a loss, because a stream of the runner may never end.
+        Leaves the runner open if a rank was lost, because a stream of the runner may never end.
         """
         self._step_timeout.close()
         if self._monitor.error is not None:

@@ -29,7 +29,7 @@ class RankFailureMonitor:
 
     Args:
         rank: rank of this process.
-        grace: seconds between the loss and the end.
+        grace: seconds from the loss to the end of this process.
 
     Attributes:
         error: first loss; None if no rank was lost.
@@ -61,9 +61,9 @@ class RankFailureMonitor:
         self._at_end = act
 
     def lose(self, message: str) -> None:
-        """Record a loss, and call the callbacks. A separate thread ends this process after the grace period.
+        """Record and log a loss, and call the callbacks. Later losses are ignored.
 
-        Later losses are ignored.
+        A thread ends this process with status 1 after the grace period.
         """
         with self._lock:
             if self.error is not None:
@@ -89,15 +89,16 @@ class RankFailureMonitor:
             os._exit(1)
 
     def exit_if_rank_lost(self) -> None:
-        """End this process as :meth:`lose` does if a rank is lost. Called when the interpreter exits.
+        """If a rank was lost, wait for the grace period and end this process with status 1.
 
-        Otherwise, MLX's threads might still wait for that rank, and would end the process with a signal.
+        Called when the interpreter exits. MLX's threads may still wait for the lost rank. They would end the process
+        with a signal.
         """
         if self.error is not None:
             self._end(time.monotonic() + self._grace)
 
     def wait(self, seconds: float) -> RunnerLostError | None:
-        """Wait for a loss for at most ``seconds``. Return its error, or None."""
+        """Wait at most ``seconds`` for a loss. Return the error of the loss; None if no rank was lost."""
         self._is_lost.wait(seconds)
         return self.error
 
@@ -110,8 +111,8 @@ class RankFailureMonitor:
 class StepTimeout:
     """Context manager around a wait of rank 0 for a step. Reports a loss if the wait exceeds the time limit of a step.
 
-    Heartbeats do not detect this case. A separate thread counts the time in parts, so that the time does not advance
-    while this process is stopped.
+    Heartbeats do not detect a rank that computes no further. A separate thread counts the time in parts, so that the
+    time does not advance while this process is stopped.
 
     Args:
         monitor: handler to which the loss is reported.
@@ -133,7 +134,7 @@ class StepTimeout:
         self._is_closed = threading.Event()
 
     def start(self) -> None:
-        """Start counting."""
+        """Start the thread that counts the time of each wait."""
         threading.Thread(target=self._count, name="step timeout", daemon=True).start()
 
     def close(self) -> None:
@@ -150,7 +151,7 @@ class StepTimeout:
             self.count()
 
     def count(self) -> None:
-        """Count one part of the time. Report a loss if the limit is reached."""
+        """Add one part of the time limit to the current wait. Report a loss if the limit is reached."""
         wait = self._wait
         if wait is None or wait is not self._counted:
             self._counted, self._num_parts = wait, 0
@@ -160,7 +161,7 @@ class StepTimeout:
             self._monitor.lose(self._problem())
 
     def _problem(self) -> str:
-        """Return a message that names the ranks with the least progress. The other ranks wait for them."""
+        """Return a message that names the ranks with the least progress, because the other ranks wait for them."""
         progress = {"rank 0": self.progress, **{link.name: link.their_progress for link in self._links}}
         least = min(progress.values())
         waited = f"rank 0 has waited {self._seconds:.0f} s for a step"

@@ -60,23 +60,35 @@ class Ranks(ABC):
 
     @abstractmethod
     def sync_model_info(self, info: ModelInfo) -> ModelInfo:
-        """Return ``info`` with the largest sizes of any rank, and with the layers and parameters of the whole model.
+        """Return ``info`` with the sizes of the rank that needs most, and with the layers and parameters of all ranks.
 
-        Each rank plans its memory with the result. With several ranks, call it after :meth:`load_shard`. It sets
+        All ranks plan their memory with the same result. Call it after :meth:`load_shard`. With several ranks, it sets
         :attr:`rank_infos`.
         """
 
     @abstractmethod
     def max_over_ranks(self, what: str, number: int) -> int:
-        """Return the largest of the ranks' numbers. All ranks pass the same name ``what``."""
+        """Return the largest ``number`` that a rank passes. All ranks pass the same name ``what``.
+
+        Raises RunnerLostError if a rank is lost.
+        """
 
     @abstractmethod
     def from_rank_zero(self, what: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return rank 0's decision, as JSON data. ``decide`` is called on rank 0 only. All ranks pass the same name."""
+        """Return the result of ``decide``, which is called on rank 0 only. Raises RunnerLostError if a rank is lost.
+
+        Args:
+            what: name of the decision, the same on all ranks.
+            decide: makes the decision, which must be JSON data.
+        """
 
     @abstractmethod
     def same_files(self, path: Path) -> None:
-        """Raise ModelLoadError if the model's files, a directory or a GGUF file, differ between ranks."""
+        """Raise ModelLoadError if the model's files differ between ranks.
+
+        Args:
+            path: directory or GGUF file of the model on this rank.
+        """
 
     @abstractmethod
     def barrier(self, what: str) -> None:
@@ -84,14 +96,14 @@ class Ranks(ABC):
 
     @abstractmethod
     def run_as_follower(self, runner: ModelRunner) -> None:
-        """Run rank 0's steps until rank 0 ends, then raise SystemExit. On rank 0, return at once.
+        """Run rank 0's steps until rank 0 ends, then raise SystemExit. Return at once on rank 0.
 
-        The exit status is 0 if rank 0 has ended the ranks, and 1 if a rank was lost, which the log says.
+        The exit status is 0 if rank 0 has ended the ranks. It is 1 if a rank was lost, which is logged.
         """
 
     @abstractmethod
     def lead(self, runner: ModelRunner) -> LeaderRunner | None:
-        """Return a runner whose steps all ranks run; None with one rank."""
+        """Return a runner whose steps all ranks run; None with one rank. Call it on rank 0."""
 
 
 class SingleRank(Ranks):
@@ -139,7 +151,10 @@ class SeveralRanks(Ranks):
         self._began = time.monotonic()  # start of the first run of the model
 
     def device(self, device: DeviceInfo) -> DeviceInfo:
-        """Return the device with the smallest memory of any rank. Ranks on one machine divide its memory."""
+        """Return ``device`` with the smallest memory that any rank has.
+
+        Ranks with the same host name divide the memory of their machine evenly.
+        """
         of_ranks = self._group.exchange(
             "device", {"host": host_name(), "kind": device.kind, "memory": device.memory_bytes}
         )
@@ -221,7 +236,7 @@ class SeveralRanks(Ranks):
 
 @contextmanager
 def starting_ranks(args: EngineArgs) -> Iterator[Ranks]:
-    """Join the ranks that the settings define. If this rank cannot start, no rank starts.
+    """Join the ranks that the settings define, and yield them. If the block raises an error, all ranks end.
 
     Raises:
         ConfigError: see :func:`open_group`. Also raised if a launcher has started several processes, and the settings

@@ -1,8 +1,8 @@
-"""Monitor process that ends joining ranks which would otherwise wait forever for a missing rank.
+"""Monitor process that ends ranks if a rank is missing when they join their group. They would otherwise wait forever.
 
-While a process waits for the other ranks, MLX holds the GIL, so no thread of that process can detect the problem. A
-separate process does. It watches all ranks that rank 0 has started on this machine, or one rank that a launcher has
-started.
+While a process waits for the other ranks, MLX holds the GIL, so no thread of that process can detect the missing rank.
+The monitor is therefore a separate process. It watches rank 0 and all ranks that rank 0 has started on this machine, or
+one rank that a launcher has started.
 
 Run as a module: ``python -m metal_engine.distributed.rendezvous WATCHED``. Loads no MLX.
 """
@@ -53,11 +53,10 @@ class Watched:
 
 @contextmanager
 def monitored_rendezvous(name: str, others: Sequence[Watched], seconds: float, leftover: Path | None) -> Iterator[None]:
-    """Start a monitor process that ends the joining processes on a loss or a timeout.
+    """Monitor this process and ``others`` while the block joins their group. All of them run on this machine.
 
-    The joining processes are this process and ``others``, all on this machine. The monitor ends them if one of them is
-    lost, or if the block takes longer than ``seconds``. It then writes a line with the reason. The processes have exit
-    status 1 (see :func:`ended_by_hang_up`).
+    If one of these processes is lost, or the block takes longer than ``seconds``, a monitor process ends them all with
+    exit status 1 (:func:`ended_by_hang_up`). It first writes a line with the reason to the standard error.
 
     Args:
         name: name of this rank.
@@ -93,7 +92,7 @@ def monitored_rendezvous(name: str, others: Sequence[Watched], seconds: float, l
 
 @contextmanager
 def ended_by_hang_up() -> Iterator[None]:
-    """Make SIGHUP end this process with status 1, even while another thread holds the GIL.
+    """Within this context, make SIGHUP end this process with status 1, even while another thread holds the GIL.
 
     The handler is the C function ``_exit``. It receives the number of the signal, 1, as the status.
     """
@@ -110,10 +109,14 @@ def ended_by_hang_up() -> Iterator[None]:
 
 
 def watch(watched: Iterable[Watched], seconds: float) -> str | None:
-    """Wait until one of the processes has joined the group. Return None if it has joined.
+    """Wait until one of the processes has joined the group, which needs all ranks of the group.
 
-    Returns a description of the problem if a process is lost or ``seconds`` have passed. Time is counted in parts, so
-    that it does not advance while a terminal has stopped this process together with the watched processes.
+    Time is counted in parts, so that it does not advance while a terminal has stopped this process together with the
+    watched processes.
+
+    Returns:
+        None if a process has joined, otherwise a description of the problem: a process was lost, or ``seconds`` have
+        passed.
     """
     lines = {one.life_line: one for one in watched}
     poll = select.poll()

@@ -1,6 +1,6 @@
-"""Serializes plans for the other ranks, as JSON with request ids and integers.
+"""Serializes rank 0's plans for the other ranks, as JSON with request ids and integers.
 
-Only rank 0 samples, so the sampling parameters stay with rank 0.
+Only rank 0 samples, so sampling parameters are not serialized.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WITH_PROMPT_ROWS = SamplingParams(temperature=0.0, prompt_logprobs=0)
 
 
 def encode(content: Any) -> bytes:
-    """Return compact JSON."""
+    """Return ``content`` as compact JSON."""
     return json.dumps(content, separators=(",", ":")).encode()
 
 
@@ -60,7 +60,7 @@ def _new(one: NewRequestData) -> list[Any]:
 
 
 def decode_plan(content: bytes) -> SchedulerOutput:
-    """Parse the result of :func:`encode_plan`."""
+    """Return the plan of :func:`encode_plan`, with placeholders for the sampling parameters."""
     step_id, scheduled, new, new_blocks, new_state_slots, sampled, dropped, pooled = json.loads(content)
     return SchedulerOutput(
         step_id=step_id,
