@@ -126,13 +126,14 @@ def find_answer_format(
 
     Args:
         tokenizer: tokenizer of the model.
-        tool_call_parser: name of a format of tool calls; ``auto`` to use the tokenizer's information; ``none`` to leave
-            tool calls in the text.
-        reasoning_parser: name of a format of reasoning, ``auto`` or ``none``.
+        tool_call_parser: name of a format of tool calls; ``auto`` to derive the format from the tokenizer; ``none`` to
+            leave tool calls in the text.
+        reasoning_parser: name of a format of reasoning; ``auto`` to derive the format from the tokenizer; ``none`` to
+            leave the reasoning in the text.
         model_type: type of the model, as in its ``config.json``.
 
     Raises:
-        ConfigError: there is no format with that name, or mlx-lm lacks the tool parser that the tokenizer names.
+        ConfigError: there is no format with one of these names, or mlx-lm lacks the parser of the tool calls.
     """
     if tool_call_parser not in TOOL_PARSER_CHOICES:
         raise ConfigError("--tool-call-parser", f"{tool_call_parser}: there is no such format")
@@ -162,7 +163,7 @@ def _reasoning(start: str, end: str, model_type: str) -> ReasoningMarks:
 
 
 def _budget_text(model_type: str) -> str:
-    """Return the text to write before the end of reasoning that has used up its budget.
+    """Return the text that is forced before the closing mark if the reasoning has used up its token budget.
 
     The text is the recommendation of the model's authors; "" if there is none.
     """
@@ -211,7 +212,7 @@ def _tool_parser_name(tokenizer: PreTrainedTokenizerFast, wanted: str) -> str | 
 
 
 def _own_parser_name(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Return the name of a tool parser that mlx-lm lacks; None if the tokenizer fits none of them.
+    """Return the name of the engine's own tool parser that the tokenizer fits; None if it fits no own parser.
 
     The distilled models of DeepSeek have the chat template of R1 without the tokens of tool calls, so they get None.
     """

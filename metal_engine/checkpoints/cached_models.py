@@ -24,8 +24,9 @@ class CachedModel:
         path: directory or GGUF file of the model.
         commit: commit of the repository; None for the demo model.
         size: size on disk in bytes.
-        last_used: time of the last read of one of its files, in seconds since the epoch, if the file system records it.
-        is_complete: True if all files have been downloaded.
+        last_used: latest access time of its files, in seconds since the epoch. File systems that do not record reads
+            give the time of the download.
+        is_complete: True for a GGUF file, and for a model with weights whose repository has no unfinished download.
     """
 
     name: str
@@ -66,9 +67,9 @@ def _scan(download_dir: str | None) -> HFCacheInfo | None:
 
 
 def _models(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> list[CachedModel]:
-    """Return the models in a revision: one model of safetensors, or one for each GGUF file.
+    """Return the models in a revision: one model of safetensors, or one model for each GGUF file.
 
-    Return an empty list if the revision has no weights and no download is unfinished.
+    Without any weights, return an incomplete model if a download is unfinished, otherwise an empty list.
     """
     refs = sorted(revision.refs, key=lambda ref: (ref != "main", ref))
     name = (
@@ -116,11 +117,17 @@ def find_cached(name: str, download_dir: str | None) -> CachedModel | None:
 
 @dataclass(frozen=True)
 class Removal:
-    """Planned removal of cached files: a description (``what``), the number of bytes freed, and the operation."""
+    """Planned removal of cached files.
+
+    Attributes:
+        what: name of the model, as the user gave it.
+        size: number of bytes that the removal frees.
+        strategy: removal strategy of ``huggingface_hub``; None for the demo model.
+    """
 
     what: str
     size: int
-    strategy: Any  # removal strategy of `huggingface_hub`; None for the demo model
+    strategy: Any
 
     def execute(self) -> None:
         """Remove the files.
@@ -138,9 +145,14 @@ class Removal:
 
 
 def plan_removal(name: str, download_dir: str | None) -> Removal:
-    """Plan the removal of a repository, one of its revisions, or one GGUF file.
+    """Plan the removal of a repository, one of its revisions, or one GGUF file. Removes nothing yet.
 
-    Links are removed, but not their targets outside the cache, as in ``huggingface_hub``.
+    The removal deletes links, and keeps their targets outside the cache, as in ``huggingface_hub``.
+
+    Args:
+        name: ``demo``, or ``repo[@revision][:quantization]`` with the repository and the quantization in upper or lower
+            case.
+        download_dir: folder of the cache; None for the hub's default.
 
     Raises:
         ModelLoadError: the model, the revision or the GGUF file is not in the cache, the cache cannot be read, or the

@@ -113,9 +113,9 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Hold an exclusive lock on a file. Yield True, or False if the file system has no locks.
+    """Hold an exclusive lock on a file within this context. Waits for another process that holds the lock.
 
-    The system frees a dead process's lock.
+    Yields True, or False without a lock if the file system has no locks. The system frees the lock of a dead process.
     """
     alone = True
     with path.open("w") as file:
@@ -171,7 +171,7 @@ def _download_wheel(folder: Path) -> Path:
 
 
 def _run_pip(command: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run pip and return its return code and its error output. pip shows its progress if standard error is a terminal.
+    """Run pip. Return its exit status and its error output. Shows pip's progress if standard error is a terminal.
 
     pip's standard input stays open as long as this process lives (see ``_PIP``).
     """
@@ -189,7 +189,7 @@ def _run_pip(command: list[str], env: dict[str, str]) -> tuple[int, str]:
 
 
 def _pip_problem(output: str) -> str:
-    """Describe the problem in pip's output in one line."""
+    """Return a description of the problem in pip's error output, in one line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else "it printed nothing"
     if "No module named pip" in output:

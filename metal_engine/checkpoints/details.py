@@ -42,10 +42,11 @@ class CheckpointDetails:
         name: name for the `serve` command.
         size: bytes on disk, or bytes to download.
         path: local path of the model; None for a model on the hub.
-        requirements: requirements of the checkpoint; None if its files cannot be read, and for a GGUF file on the hub.
-        quantization: storage type of the weights in one word; "" if unknown.
-        problem: reason why the model cannot run here; None if no problem is known. The header of a GGUF file on the
-            hub is not read.
+        requirements: requirements of the checkpoint; None if its files cannot be read, or for a GGUF file on the hub.
+        quantization: storage type of the weights in one word, e.g. ``4-bit``, ``Q4_K_M`` or ``bfloat16``; "" if
+            unknown.
+        problem: reason why the model cannot run here; None without a known reason. Always None for a GGUF file on the
+            hub, whose header is not read.
         head_bytes: size of the draft head's weights in memory, in bytes; 0 without a draft head.
     """
 
@@ -70,7 +71,7 @@ class CheckpointDetails:
 
 
 def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
-    """Return the details of a model on this machine. Errors in its files are reported in ``problem``."""
+    """Return the details of a model on this machine. Raises no errors of its files: they become ``problem``."""
     requirements, quantization, num_head_bytes = None, "", 0
     problem: str | None = None
     try:
@@ -100,6 +101,8 @@ def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> 
 
 def remote_details(args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
     """Return the details of a model on the hub, without downloading it.
+
+    A model that cannot run here has details with a ``problem``. Other errors are raised.
 
     Raises:
         ModelLoadError: the hub cannot be reached or has no such model, or the model's files are invalid.

@@ -13,10 +13,10 @@ _NUM_PIECES, _PIECE_BYTES = 512, 1 << 10
 
 
 def file_digests(path: Path) -> dict[str, str]:
-    """Return one digest per file, by file name. The key for a GGUF file is always ``the GGUF file``.
+    """Return SHA-256 digests of ``config.json`` and of each weight file, in hex digits by file name.
 
-    The digest of ``config.json`` covers the whole file. The digest of a weight file covers its size and a sample of its
-    bytes.
+    The key for a GGUF file is always ``the GGUF file``. The digest of ``config.json`` covers the whole file. The digest
+    of a weight file covers its size and a sample of its bytes.
 
     Args:
         path: directory of a model, or a GGUF file. The file may have another name on other machines.

@@ -115,12 +115,12 @@ def fetch_model(name: HubName, download_dir: str | None, check_repo: Callable[[H
 def fetch_repo(
     name: HubName, download_dir: str | None, from_hub: Callable[[HubRepo], Path], from_cache: Callable[[], Path]
 ) -> Path:
-    """Return the result of ``from_hub`` if the hub can be reached, or else the result of ``from_cache``.
+    """Return the result of ``from_hub`` if the hub has the repository. Otherwise, return the result of ``from_cache``.
 
     Args:
         name: repository and revision.
         download_dir: folder of the cache; None for the hub's default.
-        from_hub: downloads the files of a repository that the cache lacks, and returns the path of the files.
+        from_hub: downloads missing files of the repository, and returns the path of the files in the cache.
         from_cache: returns the path of the files in the cache.
 
     Raises:
@@ -158,7 +158,7 @@ def _from_hub(repo: HubRepo, name: HubName, download_dir: str | None, check_repo
 
 
 def _cached(name: HubName, download_dir: str | None, from_cache: Callable[[], Path], trouble: Exception | None) -> Path:
-    """Return the result of ``from_cache``, because the hub could not be used.
+    """Return the result of ``from_cache``, because the hub cannot be used or lacks the repository.
 
     Args:
         trouble: error of the request to the hub; None if requests are forbidden (:func:`is_offline`).

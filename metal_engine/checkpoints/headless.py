@@ -1,4 +1,4 @@
-"""Weights of embedding models. They often lack the LM head, and their names often lack the prefix ``model.``.
+"""Adapts mlx-lm to weights of embedding models, which often lack the LM head and the prefix ``model.`` of names.
 
 Qwen3-Embedding, for example, has ``layers.0...`` instead of mlx-lm's ``model.layers.0...``. The
 configuration of the 8B model declares an LM head that its files lack.
@@ -42,14 +42,17 @@ class EmbeddingWeights:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """Changes to the configuration that mlx-lm needs to load the weights; None if it needs no change.
+        """Fields to change in the configuration so that mlx-lm can load the weights; None without changes.
 
-        With tied embeddings, mlx-lm does not expect weights of an LM head.
+        A model without a head is declared to have tied embeddings, so that mlx-lm expects no weights of an LM head.
         """
         return {"tie_word_embeddings": True} if self.lacks_head else None
 
     def model_classes(self, config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        """Return mlx-lm's classes for the model. The model class renames the weights when they are loaded."""
+        """Return mlx-lm's classes of the model and of its arguments.
+
+        If the names lack the prefix, the result is a subclass of the model that adds the prefix when it loads weights.
+        """
         model_class, args_class = model_classes(config)
         return (_with_trunk_name(model_class) if self.lacks_trunk_name else model_class), args_class
 

@@ -40,7 +40,7 @@ INSTALL = "pip install 'metal-engine[vision]'"
 
 
 def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
-    """Return the reason to refuse images for a model and settings, before the weights are read. None: accept images.
+    """Return the reason why a model with these settings accepts no images; None if it accepts images.
 
     Args:
         config: content of ``config.json``.
@@ -59,7 +59,9 @@ def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
 
 
 def bidirectional_layers(config: Mapping[str, Any]) -> BidirectionalLayers:
-    """Return the layers in which an image's tokens attend to each other by the published definition; "" for no layer.
+    """Return the layers in which all tokens of an image attend to each other, as the model's authors define it.
+
+    The result is ``every layer``, ``layers with windows``, or "" for no layer.
 
     Args:
         config: content of ``config.json``.
@@ -72,7 +74,7 @@ def bidirectional_layers(config: Mapping[str, Any]) -> BidirectionalLayers:
 
 
 def feature_bytes(config: Mapping[str, Any], hidden_size: int, number_bytes: int) -> int:
-    """Return the size of the features of an image token in bytes: one embedding, and one for each deepstack layer.
+    """Return the size of an image token's features in bytes: one embedding, and one more for each deepstack layer.
 
     Args:
         config: content of ``config.json`` of a model with an image encoder.

@@ -24,8 +24,8 @@ def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
 
     Args:
         folder: directory of the checkpoint.
-        overrides: fields of ``--mm-processor-kwargs``. If there are any, the default limit of an image's tokens is not
-            applied.
+        overrides: fields of ``--mm-processor-kwargs``, which replace fields of the checkpoint. If there are any, images
+            are not limited to ``MAX_IMAGE_TOKENS``.
 
     Raises:
         ModelLoadError: a file or the image token is missing, or a setting of the image processor is not supported.
@@ -87,9 +87,9 @@ def _processor(folder: Path) -> dict[str, Any]:
 
 
 def _internvl_processor(config: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an image processor for ``internvl_chat``, whose settings are in ``config.json``.
+    """Return the fields of the image processor of an ``internvl_chat`` model, from its ``config.json``.
 
-    Pixels are normalized with the mean and the deviation of ImageNet.
+    The file lacks the mean and the standard deviation of pixels. The result has ImageNet's values.
     """
     side = int(config.get("force_image_size") or vision.get("image_size", 448))
     return {

@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 def limit_command_buffers(models: Iterable[EngineArgs]) -> None:
-    """On a Mac, set limits of Metal's command buffers that suit all models which the process will serve.
+    """Set limits of Metal's command buffers that suit all models which the process will serve.
 
-    Has no effect if the limits have been set already, by the user or for other models, or if MLX is loaded. Draft
-    models do not count, because the host waits for each of their steps.
+    Has an effect only on a Mac, before MLX is loaded, and if neither the user nor an earlier call has set the limits.
+    Draft models do not count, because the host waits for each of their steps.
     """
     if sys.platform != "darwin":
         return
@@ -51,9 +51,10 @@ def limit_command_buffers(models: Iterable[EngineArgs]) -> None:
 
 
 def known_config(args: EngineArgs) -> dict[str, Any] | None:
-    """Return the ``config.json`` of a local model, or its equivalent for a GGUF file; None for other models.
+    """Return the ``config.json`` of a model whose files are on this machine, or its equivalent for a GGUF file.
 
-    Errors in the files are not reported here: loading the model reports them.
+    Returns None if the model must be downloaded first, or if its files are invalid. Loading the model reports errors in
+    the files.
     """
     try:
         path = _path(args)

@@ -68,8 +68,8 @@ class LoadedModel:
         pooler: pooling of the hidden states.
         reranker: template and tokens for scoring documents; None if the model is not a reranker.
         can_generate: True if the checkpoint has an LM head, of its own or tied to the embeddings.
-        interleaved: name of a module within its block -> number of heads, for modules whose outputs are in llama.cpp's
-            order (:func:`gguf_config`).
+        interleaved: name of a module within its block -> number of heads, e.g. ``{"q_proj": 32, "k_proj": 8}``, for
+            modules whose outputs are in llama.cpp's order (:func:`gguf_config`). Empty for other checkpoints.
         path: the model's directory or GGUF file.
     """
 
@@ -139,7 +139,7 @@ def load(
 
 
 def _try_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Use a tokenizer once, so that a tokenizer that panics is refused at load."""
+    """Use a tokenizer once. If the tokenizers library panics, the panic is raised, so that the load fails."""
     try:
         tokenizer.encode(_TRIED_TEXT)
     except Exception as error:  # noqa: BLE001  (a vocabulary without tokens for this text is not a panic)
@@ -302,7 +302,7 @@ def _load_mlx_lm_model(
 
 
 def _quantization(config: dict[str, Any]) -> str:
-    """Return text for an error message that names the checkpoint's quantization method; "" if there is none."""
+    """Return the part of an error message that names the checkpoint's quantization method; "" without a method."""
     method = (config.get("quantization_config") or {}).get("quant_method")
     return (
         "" if method is None else f" (it is quantized with {method}: choose a version for MLX, or unquantized weights)"
@@ -310,7 +310,12 @@ def _quantization(config: dict[str, Any]) -> str:
 
 
 def _generation_config(args: EngineArgs, own: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the config that ``--generation-config`` selects: the checkpoint's, an empty one, or another folder's."""
+    """Return the generation config that ``--generation-config`` selects.
+
+    Args:
+        own: generation config of the checkpoint, which ``auto`` selects; None without one. ``vllm`` selects an empty
+            config, and a folder selects the config in the folder.
+    """
     folder = generation_config_folder(args.generation_config)
     if folder is not None:
         return metadata.read_generation_config(folder)

@@ -71,7 +71,7 @@ class StoredTensor:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read and check the ``config.json`` of a checkpoint. InternVL's ``llm_config`` also becomes ``text_config``.
+    """Read and check the ``config.json`` of a checkpoint. InternVL's ``llm_config`` is also added as ``text_config``.
 
     Raises:
         ModelLoadError: the folder is not a checkpoint, or the file is invalid.
@@ -132,7 +132,7 @@ def check_num_layers(config: dict[str, Any], num_tensors: int) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with the weights, after checking that no file is missing.
+    """Return the files with the weights, sorted by name, after checking that no file is missing.
 
     Raises:
         ModelLoadError: there are no weight files, or files that the index lists are missing.
@@ -158,7 +158,7 @@ def listed_files(index: Path) -> list[str]:
     """Return the names of the weight files that an index (``model.safetensors.index.json``) lists, sorted.
 
     Raises:
-        ModelLoadError: the index is invalid or has no ``weight_map``, or an entry is not a file name without a folder.
+        ModelLoadError: the index is invalid or has no ``weight_map``, or an entry is not a plain file name.
     """
     weight_map = read_json(index, MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -226,7 +226,7 @@ def parse_safetensors_header(header: bytes, path: str) -> list[StoredTensor]:
     return tensors
 
 
-# Beginnings of the names of a multimodal model's tensors outside its text model, which mlx-lm leaves out.
+# Prefixes of the names of a multimodal model's tensors outside its text model. mlx-lm leaves these tensors out.
 _VISION = re.compile(
     r"(?:model\.)?(?:vision_tower|vision_model|vision_encoder|vision_embedder|visual|multi_modal_projector|mm_projector"
     r"|embed_vision|connector|mlp1)\."
@@ -288,7 +288,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def eos_token_ids(*configs: dict[str, Any]) -> frozenset[int]:
-    """Return all token ids that end generation, from all places in which a checkpoint may list them."""
+    """Return all token ids that end generation, from the top level and the ``text_config`` of each configuration."""
     found: set[int] = set()
     for config in configs:
         for place in (config, config.get("text_config")):

@@ -9,7 +9,7 @@ from metal_engine.settings.args import EngineArgs
 
 
 def import_mlx(*models: EngineArgs) -> BlasInfo:
-    """Set the limits of command buffers for these models, load the BLAS, and then import MLX. Return the BLAS."""
+    """Set the limits of Metal's command buffers for the models, load the BLAS, and import MLX. Return the BLAS."""
     limit_command_buffers(models)
     blas = load_optimized_blas()
     with keep_open_file_limit():

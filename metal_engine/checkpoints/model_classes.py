@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 logger = logging.getLogger(__name__)
 
-# Beginnings of the names of a text model's tensors in multimodal checkpoints.
+# Prefixes of the names of a text model's tensors in multimodal checkpoints.
 _TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.")
 # First parts of the names in mlx-lm's text models.
 _ROOTS = ("model.", "lm_head.")
@@ -49,7 +49,10 @@ def model_classes(config: dict[str, Any]) -> tuple[type[Any], type[Any]]:
 
 
 def _complete(text: dict[str, Any]) -> bool:
-    """Add the required fields that a configuration lacks, in place. Return False if mlx-lm lacks the architecture."""
+    """Add required fields that a text model's configuration lacks, in place, with the defaults of transformers.
+
+    Fields without a default stay missing. Returns False if mlx-lm lacks the architecture.
+    """
     try:
         _, args_class = _get_classes(text)
     except ValueError:
@@ -77,9 +80,9 @@ class TextOfMultimodalArgs(BaseModelArgs):
 
 
 class TextOfMultimodal(nn.Module):
-    """Text model of a multimodal checkpoint for which mlx-lm has no class.
+    """Text model of a checkpoint whose multimodal architecture mlx-lm lacks.
 
-    The attribute ``language_model`` is mlx-lm's model, as in mlx-lm's own multimodal classes.
+    The attribute ``language_model`` is mlx-lm's text model, as in mlx-lm's own multimodal classes.
     """
 
     def __init__(self, args: TextOfMultimodalArgs) -> None:
@@ -102,7 +105,7 @@ class TextOfMultimodal(nn.Module):
         return layers
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Return the weights of the text model by mlx-lm's names."""
+        """Return the weights of the text model by mlx-lm's names. All other weights are left out."""
         text = {}
         for name, array in weights.items():
             within = _TEXT.sub("", name, count=1)

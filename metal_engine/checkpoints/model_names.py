@@ -29,9 +29,9 @@ class HubName:
 
 
 def parse_hub_name(name: str) -> HubName:
-    """Parse ``repo[@revision][:quantization]``.
+    """Parse ``repo[@revision][:quantization]``. Raises no errors.
 
-    A text of another form is returned as the repository's name, and the hub will refuse it.
+    A text of another form is returned as the repository's name, which the hub will refuse.
     """
     match = _HUB_NAME.fullmatch(name)
     return HubName(name) if match is None else HubName(match["repo"], match["revision"], match["quantization"])
@@ -43,7 +43,10 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def is_local(name: str) -> bool:
-    """Return True if a name is a path, existing or not, and not a name on the hub."""
+    """Return True if a name is a path and not a repository on the hub.
+
+    The path need not exist if it begins with ``.``, ``/`` or ``~``, or ends with ``.gguf``.
+    """
     return name.startswith((".", "/", "~")) or is_gguf(name) or Path(name).expanduser().exists()
 
 
@@ -55,9 +58,9 @@ def is_ollama_name(name: str) -> bool:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Return ``; did you mean X?`` for the known name most similar to ``name``, or "" if none is similar.
+    """Return ``; did you mean X?`` for the known name most similar to ``name``; "" if no name is similar.
 
-    The name may lack the owner of the repository.
+    If ``name`` has no owner, it is compared with the known names without their owners, too.
     """
     repo = parse_hub_name(name).repo.lower()
     by_lower = {other.lower(): other for other in reversed([DEMO_MODEL, *known])}
@@ -67,9 +70,9 @@ def did_you_mean(name: str, known: list[str]) -> str:
 
 
 def missing_here(name: str, cached: list[str]) -> str:
-    """Return ``X is not on this machine`` if a model is neither a local file nor in the cache, else "".
+    """Return ``X is not on this machine`` if a model is neither a local path nor in the cache; otherwise "".
 
-    The text includes a suggestion for a misspelt name.
+    The text also suggests a known name if ``name`` is misspelt.
 
     Args:
         name: name of the model.
@@ -113,11 +116,12 @@ def gguf_models(names: list[str]) -> list[GgufFile]:
 
 
 def matching_ggufs(models: list[GgufFile], quantization: str | None) -> list[GgufFile]:
-    """Return the models with a quantization, or else with its ``UD-`` variant. Ignores upper and lower case.
+    """Return the models with a quantization, or the models with its ``UD-`` variant if no model has the quantization.
 
     Args:
         models: models of a repository.
-        quantization: None selects the only model, or else the models with ``DEFAULT_QUANTIZATION``.
+        quantization: quantization in upper or lower case. None selects the only model, or the models with
+            ``DEFAULT_QUANTIZATION`` if there are several.
     """
     if quantization is None and len(models) == 1:
         return models

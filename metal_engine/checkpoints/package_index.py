@@ -96,7 +96,16 @@ def _read(source: IO[bytes], url: str) -> bytes:
 
 
 def _find_link(page: str, filename: str, context: ssl.SSLContext) -> str | None:
-    """Return the URL of a file that a page of an index, or a folder, lists; None if it is not listed."""
+    """Return the URL of a file that a page lists; None if the page does not list it.
+
+    Args:
+        page: address of a page of an index, or address or path of a folder on this machine.
+        filename: name of the file.
+
+    Raises:
+        OSError: the page cannot be read.
+        ValueError: the page is not valid JSON, or an address is invalid.
+    """
     folder = _local_folder(page)
     if folder is not None and not (folder / "index.html").is_file():
         return (folder / filename).as_uri() if (folder / filename).is_file() else None
@@ -127,14 +136,17 @@ class _Links(HTMLParser):
 
 
 def _local_folder(page: str) -> Path | None:
-    """Return the folder that an address names, if the folder is on this machine, else None."""
+    """Return the folder on this machine that a ``file:`` address or a path names; None without such a folder."""
     parts = urllib.parse.urlsplit(page)
     path = Path(urllib.request.url2pathname(parts.path)) if parts.scheme == "file" else Path(page).expanduser()
     return path.absolute() if parts.scheme in ("", "file") and path.is_dir() else None
 
 
 def _open(url: str, context: ssl.SSLContext) -> urllib.response.addinfourl:
-    """Open an address. The user name and password come from the address, or else from ``.netrc``."""
+    """Open an address. Sends the user name and password in the address, or else the login in ``.netrc``.
+
+    Raises OSError or ValueError.
+    """
     parts = urllib.parse.urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     request = urllib.request.Request(parts._replace(netloc=host).geturl(), headers={"Accept": _ACCEPTED})
@@ -169,7 +181,10 @@ def _pages(project: str) -> Iterator[str]:
     configured = _pip_configuration()
 
     def values(key: str, *variables: str) -> list[str]:
-        """Return the values of the first environment variable that is set, or else those in the configuration files."""
+        """Return the values of the first environment variable that is set, or else of ``key`` in pip's configuration.
+
+        Names of indexes, as in ``name=https://...``, are removed.
+        """
         given = next((os.environ[name] for name in variables if os.environ.get(name)), configured.get(key, ""))
         return [value.partition("=")[2] if "=" in value.partition("://")[0] else value for value in given.split()]
 
@@ -183,7 +198,10 @@ def _pages(project: str) -> Iterator[str]:
 
 
 def _pip_configuration() -> dict[str, str]:
-    """Return pip's settings by name, from the files that pip reads. Later files override earlier ones, as in pip."""
+    """Return pip's settings by name, e.g. ``index-url``, from the files that pip reads.
+
+    Later files override earlier files, as in pip. Files that cannot be parsed are left out.
+    """
     own = os.environ.get("PIP_CONFIG_FILE")
     if own == os.devnull:
         return {}

@@ -17,7 +17,7 @@ def check_model_name(model: str) -> None:
     """Check a model's name, and the header or configuration of a model that is a path.
 
     Raises:
-        ModelLoadError: the path does not exist or is not a model, or the name is from Ollama's registry.
+        ModelLoadError: the path does not exist or is not a valid model, or the name is from Ollama's registry.
     """
     if model == DEMO_MODEL:
         return
@@ -52,7 +52,7 @@ def local_tokenizer(name: str | None) -> Path | None:
 
 
 def generation_config_folder(given: str) -> Path | None:
-    """Return the folder that ``--generation-config`` names, or None for ``auto`` and ``vllm``.
+    """Return the folder that ``--generation-config`` names; None for ``auto`` and ``vllm``, which name no folder.
 
     Raises:
         ModelLoadError: the folder has no ``generation_config.json``.

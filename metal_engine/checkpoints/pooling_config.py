@@ -77,6 +77,9 @@ def _bidirectional(name: str) -> UnsupportedModelError:
 def gguf_pooler(header: GgufHeader) -> PoolerConfig:
     """Return the pooling of a GGUF file. Vectors are normalized, as in llama.cpp's server.
 
+    A file without a pooling type has the default pooling, and is not an embedder. An unsupported type becomes the
+    ``problem`` of the result.
+
     Raises:
         UnsupportedModelError: the model is bidirectional.
     """
@@ -91,7 +94,9 @@ def gguf_pooler(header: GgufHeader) -> PoolerConfig:
 
 
 def read_pooler(folder: Path, config: dict[str, Any]) -> PoolerConfig:
-    """Return the pooling of a checkpoint: the one in ``modules.json``, or else the default.
+    """Return the pooling that ``modules.json`` declares, or the default pooling if the checkpoint declares none.
+
+    An unsupported pooling becomes the ``problem`` of the result.
 
     Raises:
         ModelLoadError: a file is invalid.
@@ -115,9 +120,10 @@ def read_pooler(folder: Path, config: dict[str, Any]) -> PoolerConfig:
 
 
 def _read_modules(path: Path) -> dict[str, str]:
-    """Return the modules of a checkpoint in order: the last part of each module's type -> name of the module's folder.
+    """Return the modules in a ``modules.json`` in order, e.g. ``{"Transformer": "", "Pooling": "1_Pooling"}``.
 
-    Return an empty dict if there is no such file. Raises ModelLoadError if the file is invalid.
+    The keys are the last parts of the modules' types, and the values are the names of the modules' folders. Returns an
+    empty dict if there is no such file. Raises ModelLoadError if the file is invalid.
     """
     if not path.exists():
         return {}
@@ -165,9 +171,10 @@ def _dimensions(config: dict[str, Any]) -> tuple[int, ...]:
 def find_reranker(
     folder: Path, config: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerFast
 ) -> RerankerConfig | None:
-    """Return the template and the tokens for scoring documents; None unless the checkpoint is a Qwen3-Reranker.
+    """Return the template and the tokens for scoring documents; None if the checkpoint is not a Qwen3-Reranker.
 
-    A Qwen3-Reranker is recognized by its name or by its model card. It answers a prompt with yes or no.
+    A Qwen3-Reranker is recognized by its name or by its model card. It answers a prompt with yes or no. If its
+    tokenizer lacks these tokens, a warning is logged, and the result is None.
     """
     if config.get("model_type") != "qwen3" or not (
         _RERANKER_NAME.search(name) or _model_card_declares_reranker(folder)

@@ -1,4 +1,4 @@
-"""Facts about a checkpoint before its weights are read, and a check that the weights fit into memory."""
+"""Computes the size, dtype and memory need of a checkpoint from its headers, and checks that the weights fit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,11 @@ def safetensors_requirements(
 def head_bytes(tensors: Sequence[StoredTensor], requirements: CheckpointRequirements, device: DeviceInfo) -> int:
     """Return the memory for the weights of the draft head among some tensors, in bytes; 0 without a usable head.
 
-    Published FP8 weights are converted to the model's type.
+    FP8 weights count with the size that they have after their conversion to the model's type.
+
+    Args:
+        tensors: tensors of the checkpoint or, if there are files with only the head, the tensors of these files.
+        requirements: requirements of the model.
     """
     float_bytes = _DTYPE_BYTES[requirements.dtype] if device.kind == "cpu" else None
     own = head_tensors(list(tensors))
@@ -118,9 +122,13 @@ def _largest_stack_bytes(tensors: Sequence[StoredTensor]) -> int:
 def requirements_by_size(
     config: dict[str, Any], stored: int, args: EngineArgs, device: DeviceInfo
 ) -> CheckpointRequirements:
-    """Estimate the requirements of a checkpoint from its size in bytes and the storage type in its configuration.
+    """Estimate the requirements of a checkpoint from its size and the storage type in its configuration.
 
     This is only a rough estimate. Use it to refuse a model only if ``weight_bytes`` far exceeds the memory.
+
+    Args:
+        config: content of ``config.json``.
+        stored: size of the weight files in bytes.
     """
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     bits = quantization.get("bits")
@@ -138,7 +146,10 @@ def gguf_requirements(
 ) -> CheckpointRequirements:
     """Return the requirements of a GGUF file.
 
-    On a CPU, all weights are dequantized. On a GPU, only weights of types without MLX kernels are.
+    On a CPU, all weights are dequantized. On a GPU, only weights of types for which MLX has no kernels are dequantized.
+
+    Args:
+        config: result of :func:`gguf_config` for ``header``.
     """
     dtype = _dtype(args, device, default_dtype(header))
     dequantize = device.kind == "cpu"
@@ -155,7 +166,7 @@ def _dtype(args: EngineArgs, device: DeviceInfo, stored: str) -> str:
 
 
 def memory_for_model(args: EngineArgs, device: DeviceInfo) -> int:
-    """Return the memory that a model may take, weights included, in bytes."""
+    """Return the memory in bytes that a model may take on one rank, with its weights, KV cache and steps."""
     return int(device.memory_bytes * (1.0 if device.kind == "cpu" else args.gpu_memory_utilization))
 
 
@@ -189,7 +200,7 @@ def check_memory(requirements: CheckpointRequirements, args: EngineArgs, device:
 
 
 def _smaller_version(requirements: CheckpointRequirements, available: int) -> str:
-    """Describe the quantization with the most bits that fits and leaves memory for a KV cache."""
+    """Return advice for the message: the quantization with the most bits that fits with a KV cache, e.g. 4-bit."""
     for bits in _QUANTIZED_BITS:
         size = int(requirements.num_params * (bits + _SCALE_BITS) / 8)
         if size < requirements.weight_bytes and size <= available * _MAX_WEIGHT_FRACTION:

@@ -23,8 +23,12 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerFast:
     """Return the fast tokenizer of a checkpoint directory or a GGUF file, with its chat template if there is one.
 
-    If ``transformers`` cannot create the tokenizer, it is created from ``tokenizer.json``, which describes a tokenizer
-    completely. Usual reasons are an unknown class, or a class that needs code from the checkpoint.
+    If ``transformers`` cannot create the tokenizer, the engine creates it from ``tokenizer.json``. Usual reasons are a
+    class that ``transformers`` lacks, or a class that needs code from the checkpoint.
+
+    Args:
+        folder: checkpoint directory, or path of a GGUF file.
+        trust_remote_code: True to run code of the checkpoint.
 
     Raises:
         ModelLoadError: there is no tokenizer, or it cannot be read or used.
@@ -76,10 +80,11 @@ def _content(token: Any) -> Any:
 
 
 def _set_chat_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Give a tokenizer a chat template that can be used without a name.
+    """Set the chat template of a tokenizer, so that a chat can be rendered without the name of a template.
 
-    A tokenizer without a template gets the one in ``chat_template.json``. If there are several named templates without
-    a default, the first is used. If there is a default, all are kept, and ``transformers`` chooses among them.
+    A tokenizer without a template gets the template in ``chat_template.json``. If there are several named templates and
+    none is named ``default``, the first template is used. With a ``default``, all templates are kept, and
+    ``transformers`` chooses among them.
     """
     template = tokenizer.chat_template
     own = folder / "chat_template.json"

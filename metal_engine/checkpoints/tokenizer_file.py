@@ -58,9 +58,10 @@ def check_tokenizer_file(path: Path) -> None:
 
 
 def check_vocabulary_files(folder: Path) -> None:
-    """Refuse token ids that are too large in the files that ``transformers`` reads beside, or without, tokenizer.json.
+    """Refuse too large token ids in ``vocab.json``, ``added_tokens.json`` and ``tokenizer_config.json``.
 
-    These are ``vocab.json``, ``added_tokens.json`` and the added tokens of ``tokenizer_config.json``.
+    ``transformers`` reads these files in addition to ``tokenizer.json`` or instead of it. Other errors in the files are
+    left to ``transformers``.
 
     Raises:
         ModelLoadError: an id is too large, or a file cannot be opened or is too large. The message is one line.
@@ -114,9 +115,10 @@ def _ids(content: dict[str, Any]) -> Iterator[int]:
 
 
 def _template_problem(processor: dict[str, Any]) -> str:
-    """Return a description of a template for which the library would panic, or "" if there is none.
+    """Return a description of a template for which the library would panic; "" if there is no such template.
 
-    A template surrounds the tokens of one text (``single``, sequence A) or of two (``pair``, A and B).
+    A template puts special tokens around the tokens of one text (``single``, sequence A) or of two texts (``pair``,
+    sequences A and B).
     """
     for step in _steps(processor):
         known = step.get("special_tokens") or {}
@@ -139,9 +141,13 @@ def _padded_length(padding: dict[str, Any]) -> int:
 def _growth(section: str, rule: dict[str, Any]) -> float:
     """Return the largest number of characters that a section's rules may produce from one character.
 
-    The growth of a sequence is the product of its steps' growth. Unicode normalization and lowercasing do not count
-    here: together they produce at most `_UNICODE_CHARS` characters from one, in any order and number. A text that a
-    rule inserts counts in its longest normal form, because later steps may normalize it.
+    The growth of a sequence is the product of its steps' growth. Unicode normalization and lowercasing are not counted:
+    together they produce at most ``_UNICODE_CHARS`` characters from one, in any order and number. A text that a rule
+    inserts counts in its longest normal form, because later steps may normalize it.
+
+    Args:
+        section: name of the section, e.g. ``normalizer``.
+        rule: content of the section.
     """
     steps = list(_steps(rule))
     tables = [

@@ -98,8 +98,8 @@ class HeadNames:
     Attributes:
         parts: name in the engine -> name in the files, for weights outside the blocks.
         blocks: for each block in order, name within the block -> name in the files.
-        copies: name in the engine -> name in the files, for weights that repeat the model's. The names in the engine
-            begin with ``embed_tokens`` or ``lm_head``.
+        copies: name in the engine -> name in the files, for weights that repeat the model's embedding table or LM head.
+            The names in the engine begin with ``embed_tokens`` or ``lm_head``.
         hidden_first: True if the projection reads the hidden state before the embedding.
     """
 
@@ -110,17 +110,20 @@ class HeadNames:
 
     @property
     def has_last_norm(self) -> bool:
-        """False if the head uses the model's last norm, and reads hidden states from before that norm."""
+        """True if the head has its own last norm.
+
+        Otherwise, the head uses the model's last norm, and reads hidden states from before this norm.
+        """
         return f"{LAST_NORM}.weight" in self.parts
 
     @property
     def published(self) -> list[str]:
-        """Published names of the head's own weights."""
+        """Published names of the head's weights, without ``copies``."""
         return [name for group in (self.parts, *self.blocks) for name in group.values()]
 
 
 def find_head(names: Iterable[str]) -> HeadNames | None:
-    """Return the names of the draft head among the names of some tensors; None if there is no head.
+    """Return the draft head's names, given the names of all tensors in its files; None if there is no draft head.
 
     Raises:
         ModelLoadError: there are several heads, which predict tokens at different distances.
@@ -223,9 +226,9 @@ def has_only_head(place: Path) -> bool:
 
 
 def head_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """Return the tensors of the draft head among some tensors, without weights that repeat the model's.
+    """Return the tensors of the draft head among some tensors; an empty list if there is no head or several heads.
 
-    Returns an empty list if there is no head, or if there are several.
+    Copies of the model's embedding table and LM head are left out.
     """
     names = _usable_head(tensor.name for tensor in tensors)
     wanted = set() if names is None else set(names.published)

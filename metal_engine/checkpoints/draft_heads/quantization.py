@@ -24,7 +24,7 @@ _MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 
 
 def without_fp8(arrays: dict[str, mx.array], config: Mapping[str, Any]) -> dict[str, mx.array]:
-    """Convert FP8 weights to bfloat16 with their scales. Return all arrays except the scales.
+    """Return the arrays with FP8 weights multiplied by their scales and converted to bfloat16, and without the scales.
 
     Args:
         arrays: arrays by published name.
@@ -78,9 +78,9 @@ def _from_fp8(name: str, weight: mx.array, scales: mx.array, num_rows: int, num_
 
 
 def mlx_quantization(path: str, module: nn.Module, arrays: Mapping[str, mx.array]) -> dict[str, Any] | bool:
-    """Return the arguments of ``to_quantized`` that match a module's stored weights.
+    """Return the arguments of the module's ``to_quantized`` that match its stored weights.
 
-    Returns False if the stored weights are not quantized, so that :func:`mlx.nn.quantize` skips the module.
+    Returns False if the stored weights are not quantized. :func:`mlx.nn.quantize` then skips the module.
 
     Args:
         path: name of the module.
@@ -140,7 +140,7 @@ def _is_packed(module: nn.Module, name: str) -> bool:
 
 
 def check_finite(head: nn.Module) -> None:
-    """Raise ModelLoadError if weights are NaN or infinite, because their drafts would never be right.
+    """Raise ModelLoadError if a weight is NaN or infinite, because the head's drafts would never be right.
 
     Evaluates all weights.
     """

@@ -29,7 +29,7 @@ from metal_engine.errors import ModelLoadError
 def find_sidecar(name: str, revision: str | None, download_dir: str | None) -> Path:
     """Return the file or folder of a draft head. Download missing files from the hub.
 
-    A local path is returned without a check for a draft head.
+    A local path, or the cached folder if the hub cannot be used, is returned without a check that it has a draft head.
 
     Args:
         name: a path, or a repository on the hub as REPO or REPO@REVISION.
@@ -56,11 +56,11 @@ def find_sidecar(name: str, revision: str | None, download_dir: str | None) -> P
 
 
 def pull_only_head(name: HubName, download_dir: str | None) -> Path | None:
-    """Download the draft head of a repository that has no model. Return its folder.
+    """Download the draft head of a repository that has only a draft head.
 
     Returns:
-        The folder. None if the hub cannot be reached or the repository cannot be inspected, or if the repository has a
-        model or no draft head.
+        Folder of the draft head. None, without a download, for a repository that has a model, has no draft head, or
+        cannot be read.
 
     Raises:
         Exception: the download failed (:func:`metal_engine.checkpoints.hub.download.download`).
@@ -105,7 +105,7 @@ def _has_only_head(repo: HubRepo) -> bool:
 
 
 def _files_by_tensor(repo: HubRepo) -> dict[str, str]:
-    """Return the file name of each tensor by the tensor's name, from the index or else from the headers of the files.
+    """Return a map from the name of each tensor to the name of its file, from the index or from the files' headers.
 
     Raises:
         ModelLoadError: the index or a header is invalid.

@@ -1,7 +1,7 @@
-"""Reads the weights of a draft head (multi-token prediction). mlx-lm drops them when it loads a model.
+"""Reads the weights of a draft head (multi-token prediction). mlx-lm drops these weights when it loads a model.
 
-The weights of a block pass through the ``sanitize`` method of the head's model, under the name of a layer of the model
-with the same structure. This stacks experts, splits latents and shifts norms in mlx-lm's way for that architecture.
+The weights of a block are named like a layer of the model with the same structure, and converted by the model's
+``sanitize`` method. This stacks experts, splits latents and shifts norms in mlx-lm's way for that architecture.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class HeadWeights:
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the head's own embedding table; 0 if it uses the model's."""
+        """Number of rows of the head's own embedding table; 0 if the head uses the model's table."""
         table = self.arrays.get(f"{EMBEDDING_TABLE}.weight")
         return 0 if table is None else len(table)
 
@@ -156,7 +156,7 @@ def _is_hidden_first(config: dict[str, Any], names: HeadNames) -> bool:
 
 
 def _own_table(copies: dict[str, mx.array], names: HeadNames, model: nn.Module) -> dict[str, mx.array]:
-    """Return the weights of the head's embedding table; an empty dict if the table is missing or a copy of the model's.
+    """Return the weights of the head's own embedding table; an empty dict if the head uses or copies the model's table.
 
     Args:
         copies: arrays by names that begin with ``embed_tokens`` or ``lm_head``.
@@ -176,11 +176,11 @@ def _own_table(copies: dict[str, mx.array], names: HeadNames, model: nn.Module) 
 
 
 def _is_copy(name: str, copies: dict[str, mx.array], module: nn.Module) -> bool:
-    """Return True if the head has no weights of this name, or if their first rows are close to the module's.
+    """Return True if ``copies`` has no weights of this name, or if their first rows are close to the module's rows.
 
     Args:
         name: ``embed_tokens`` or ``lm_head``.
-        copies: stored arrays by names that begin with ``name``, and others.
+        copies: stored arrays by name. Arrays whose names do not begin with ``name`` are ignored.
         module: module of the model.
     """
     if f"{name}.weight" not in copies:
@@ -265,8 +265,8 @@ def _modules_of(weights: dict[str, mx.array]) -> Iterator[str]:
 def _norms_of(config: dict[str, Any], tensors: list[StoredTensor]) -> str | None:
     """Return "shifted" if norms multiply by 1 + weight, "unshifted" if they multiply by the weight; None if unknown.
 
-    The distinction exists only for some architectures, whose published norms are shifted. Raises ModelLoadError if
-    ``norms`` in the configuration is invalid.
+    The result matters only for some architectures, whose published norms are shifted. The configuration decides first,
+    then the names and shapes of the tensors. Raises ModelLoadError if ``norms`` in the configuration is invalid.
     """
     norms = config.get("norms")
     if norms not in (None, "shifted", "unshifted"):
@@ -285,7 +285,11 @@ def _norms_of(config: dict[str, Any], tensors: list[StoredTensor]) -> str | None
 def _converted(
     block: dict[str, mx.array], model: nn.Module, index: int, norms: str | None
 ) -> tuple[dict[str, mx.array], bool]:
-    """Return a block's weights in mlx-lm's form, and whether the model's ``sanitize`` has shifted its norms.
+    """Return a block's weights in mlx-lm's form, and True if 1 was added to the weights of its norms.
+
+    Args:
+        index: index of the model's layer with the same structure.
+        norms: result of :func:`_norms_of`.
 
     Raises:
         ModelLoadError: the files do not show whether the norms are shifted.
@@ -355,7 +359,7 @@ def _with_single_experts(block: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _with_stacked_experts(block: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Stack the weights of single experts, if ``sanitize`` has not stacked them. Return all weights of the block."""
+    """Return a block's weights with single experts stacked. Experts that ``sanitize`` has stacked stay unchanged."""
     stacks: dict[str, dict[int, mx.array]] = {}
     others = {}
     for name, array in block.items():

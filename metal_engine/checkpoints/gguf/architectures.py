@@ -1,7 +1,7 @@
-"""Supported architectures of GGUF files. For each: mlx-lm's module, the names of tensors, and settings.
+"""Supported architectures of GGUF files: for each architecture, mlx-lm's module, the names of tensors, and settings.
 
-Names, units and permutations follow llama.cpp's ``convert_hf_to_gguf.py``. Values that it omits from a file are
-llama.cpp's defaults. An architecture is supported if mlx-lm's module computes the same as llama.cpp.
+Names, units and permutations follow llama.cpp's ``convert_hf_to_gguf.py``. If that script omits a value from a file,
+the value is llama.cpp's default. An architecture is supported if mlx-lm's module computes the same as llama.cpp.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ _GEMMA = {**_DENSE, **_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 
 
 def _experts(router: str, experts: str) -> dict[str, str]:
-    """Map the tensors of a layer's router and experts to the modules ``router`` and ``experts``.
+    """Return a map from the tensors of a layer's router and experts to modules, in the form of `Architecture.modules`.
 
     One tensor holds all experts of a layer.
+
+    Args:
+        router: module of the router.
+        experts: parent module of the experts' projections.
     """
     stacked = {f"ffn_{part}_exps": f"{experts}.{part}_proj" for part in ("gate", "up", "down")}
     return {"ffn_gate_inp": router, **stacked}
@@ -49,8 +53,9 @@ class Architecture:
 
     Attributes:
         model_type: mlx-lm's module.
-        modules: tensor name without ``.weight`` or ``.bias`` -> module of the model or the layer.
-        settings: returns the part of the configuration that only this architecture has, from the metadata.
+        modules: name of a tensor without its layer and without ``.weight`` or ``.bias`` -> module of the model or the
+            layer, e.g. ``attn_q`` -> ``self_attn.q_proj``. A name with ``.weight`` or ``.bias`` maps to a parameter.
+        settings: function of the header that returns the fields of the configuration that only this architecture has.
         own_head_dim: True if the size of heads may differ from ``hidden_size / num_attention_heads``.
         rope_scaling: kinds of RoPE scaling that the module supports.
         interleaved: True if the rows of q and k are in llama.cpp's order, see :func:`gguf_config`.
@@ -95,7 +100,7 @@ def find_architecture(header: GgufHeader) -> Architecture:
 
 
 def _sliding_layers(header: GgufHeader, period: int) -> list[bool]:
-    """Return, for each layer in order, True if the layer attends only to a window.
+    """Return one value for each layer in order: True if the layer attends only to a window.
 
     The file has one value per layer, or the number of layers in a group whose last layer attends to all tokens. If the
     file has neither, groups have ``period`` layers.
@@ -146,7 +151,8 @@ def _gemma3(header: GgufHeader) -> Config:
 def _gemma_query_scalar(header: GgufHeader, layers_of_the_largest: int) -> float:
     """Return the number by whose square root queries are divided. The file does not contain this number.
 
-    As in llama.cpp, it is the head size, except for the largest model, which is recognized by its number of layers.
+    As in llama.cpp, the number is the head size. For the largest model, which is recognized by its number of layers, it
+    is the hidden size divided by the number of heads.
     """
     if header.num_layers == layers_of_the_largest:
         return float(header.require_value("embedding_length") // header.require_value("attention.head_count"))
@@ -162,7 +168,9 @@ def _phi3(header: GgufHeader) -> Config:
 
 
 def _routing(header: GgufHeader, experts: str) -> Config:
-    """Return the settings for the number of experts, with the key ``experts``, and the number of experts per token.
+    """Return the number of experts under the key ``experts``, and the number of experts for each token.
+
+    E.g. ``{"num_experts": 128, "num_experts_per_tok": 8}``.
 
     Raises:
         UnsupportedModelError: the numbers do not fit each other.

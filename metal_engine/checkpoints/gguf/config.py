@@ -56,14 +56,20 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def interleaved_modules(config: dict[str, Any]) -> dict[str, int]:
-    """Return the number of heads by module name, for the modules of each block whose rows stay interleaved."""
+    """Return the modules of each block whose rows stay interleaved, with their numbers of heads.
+
+    E.g. ``{"q_proj": 32, "k_proj": 8}``; empty if no rows are interleaved.
+
+    Args:
+        config: result of :func:`gguf_config`.
+    """
     if not config["rope_traditional"]:
         return {}
     return {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
 
 def default_dtype(header: GgufHeader) -> str:
-    """Return the type of weights that are not kept quantized, for a GPU without ``--dtype``.
+    """Return the type of unquantized weights on a GPU if ``--dtype`` is not given: ``bfloat16`` or ``float16``.
 
     Raises:
         UnsupportedModelError: the architecture is not supported.
@@ -167,7 +173,14 @@ def _longrope(header: GgufHeader, values: dict[str, Any]) -> dict[str, Any] | No
 
 
 def _check_longrope_attention(header: GgufHeader, values: dict[str, Any]) -> None:
-    """Refuse an attention factor that differs from mlx-lm's, which follows from the two context lengths."""
+    """Refuse a file whose attention factor differs from mlx-lm's.
+
+    mlx-lm computes the factor from the context length and the original context length.
+
+    Raises:
+        UnsupportedModelError: the factors differ.
+        ModelLoadError: the file has no original context length.
+    """
     context, original = header.require_value("context_length"), values.get("original_context_length", 0)
     if original < 2:
         raise ModelLoadError(

@@ -91,7 +91,11 @@ class GgufHeader:
             raise ModelLoadError(f"{self.path.name} has no {key}: not a complete model") from None
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Return a metadata value of the architecture, such as ``context_length`` for ``llama.context_length``."""
+        """Return a metadata value of the architecture, or ``default`` if the file lacks it.
+
+        Args:
+            key: key without the architecture, e.g. ``context_length`` for ``llama.context_length``.
+        """
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def require_value(self, key: str) -> Any:
@@ -119,7 +123,10 @@ class GgufHeader:
         return float(self.value("rope.freq_base", 10000.0))
 
     def rows(self, name: str) -> np.ndarray:
-        """Return the bytes of a tensor without copying: uint8 [rows, bytes_per_row], with one row for a vector."""
+        """Return the stored bytes of a tensor, uint8 [rows, bytes_per_row]. Maps the file and copies nothing.
+
+        A vector has one row. The leading dimensions of a larger tensor are merged into ``rows``.
+        """
         tensor = self.tensors[name]
         rows = math.prod(tensor.shape[:-1])
         data = self._file[tensor.offset : tensor.offset + tensor.nbytes]
@@ -151,7 +158,7 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
 
 
 def header_of(file: str | Path | GgufHeader) -> GgufHeader:
-    """Return a header, or read the header of a GGUF file. Parsing a vocabulary takes 0.1 s or more.
+    """Return ``file`` if it is a header. Otherwise, read the header of the GGUF file, which takes 0.1 s or more.
 
     Raises:
         ModelLoadError: as for :func:`read_gguf_header`.
@@ -160,7 +167,7 @@ def header_of(file: str | Path | GgufHeader) -> GgufHeader:
 
 
 class _Damaged(Exception):
-    """The file has a length beyond its end, or an invalid value."""
+    """Raised if the file has a length beyond its end, or an invalid value."""
 
 
 class _Cursor:

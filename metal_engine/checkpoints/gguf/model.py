@@ -30,13 +30,15 @@ _ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 def load_gguf_model(
     file: str | Path | GgufHeader, dtype: mx.Dtype, dequantize: bool, divide: Callable[[nn.Module], None] | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a checkpoint.
+    """Load a GGUF file as a model of mlx-lm.
 
     Args:
         file: path of a GGUF file, or its header.
-        dtype: float32, float16 or bfloat16: type of all weights, or of the scales of weights that stay quantized.
-        dequantize: True to dequantize types that MLX also has (``weights.KEPT``). Other types are always dequantized.
-        divide: reduces the model to one rank's shard and computes its weights, which are lazy until then.
+        dtype: float32, float16 or bfloat16: type of plain weights, and of the scales of weights that stay quantized.
+        dequantize: True to dequantize also the types that MLX has (``weights.KEPT``). Other types are always
+            dequantized.
+        divide: reduces the model to one rank's shard and evaluates the shard's weights. Called while all weights are
+            lazy. With None, each tensor is evaluated before the next tensor is loaded.
 
     Returns:
         The mlx-lm model with evaluated parameters, and its configuration.
@@ -82,7 +84,9 @@ def load_gguf_model(
 def _parameters(
     header: GgufHeader, architecture: Architecture, model: nn.Module
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield each tensor's name, its parameter's name and the parameter's shape, after checking all tensors.
+    """Return an iterator over each tensor's name, its parameter's name and the parameter's shape.
+
+    Checks all tensors before it returns. RoPE tensors, which are no parameters, are left out.
 
     Raises:
         UnsupportedModelError: the model has no parameter for a tensor.
@@ -115,7 +119,7 @@ def _parameters(
 
 
 def _rope_tensors(architecture: Architecture) -> tuple[str, ...]:
-    """Return the names of the tensors that are not parameters, but change the architecture's RoPE."""
+    """Return the names of the tensors with RoPE factors. These tensors are not parameters of the model."""
     if "longrope" in architecture.rope_scaling:
         return tuple(LONGROPE_FACTORS.values())
     return (ROPE_FREQS,) if architecture.model_type == "llama" else ()
@@ -149,7 +153,10 @@ def _tensor_name(architecture: Architecture, parameter: str) -> str:
 def _load(
     header: GgufHeader, architecture: Architecture, config: dict[str, Any], name: str, dtype: mx.Dtype, dequantize: bool
 ) -> mx.array | QuantizedTensor:
-    """Load a tensor in the form that mlx-lm's module needs."""
+    """Load a tensor in the form that mlx-lm's module needs.
+
+    Subtracts :attr:`Architecture.norm_offset` from norms, and reorders interleaved rows that mlx-lm cannot rotate.
+    """
     module = name.split(".")[-2]
     if architecture.norm_offset and module.endswith("norm"):
         # Subtracted in float32: the difference is the published weight in full precision.

@@ -147,7 +147,11 @@ def load_gguf_tokenizer(file: str | Path | GgufHeader) -> PreTrainedTokenizerFas
 
 
 def gguf_eos_token_ids(header: GgufHeader) -> list[int]:
-    """Return every token id that ends generation, in ascending order: the file's own, and known ends of a turn."""
+    """Return every token id that ends generation, in ascending order.
+
+    The result has the ids in the file's settings, and the control tokens in ``_END_OF_TURN``. In gpt-oss's vocabulary,
+    ``<|end|>`` ends only a message and is left out.
+    """
     metadata = header.metadata
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     ids = {token_id for token_id in named if token_id is not None}
@@ -214,7 +218,11 @@ def _sentencepiece_bpe(header: GgufHeader) -> Tokenizer:
 
 
 def _merges_from_scores(header: GgufHeader, vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return BPE merges in the order of SentencePiece, which merges the neighbours whose union has the best score."""
+    """Return BPE merges, in the order in which SentencePiece merges: the pair whose union has the best score is first.
+
+    Raises:
+        ModelLoadError: the tokens have too many characters, or the file has no types of tokens.
+    """
     types = header.require("tokenizer.ggml.token_type")
     if sum(len(token) ** 2 for token in vocab) > _MAX_CUTS:
         raise ModelLoadError(f"{header.path.name} has tokens with too many characters")
@@ -230,7 +238,10 @@ def _merges_from_scores(header: GgufHeader, vocab: dict[str, int], scores: list[
 
 
 def _special_tokens(header: GgufHeader) -> dict[str, str]:
-    """Return the tokens with a role in the metadata: bos, eos, unknown, padding."""
+    """Return the tokens for the roles ``bos``, ``eos``, ``unknown`` and ``padding``, by role.
+
+    Roles to which the metadata assign no token are left out.
+    """
     tokens = header.require("tokenizer.ggml.tokens")
     special = {}
     for role in ("bos", "eos", "unknown", "padding"):
@@ -241,7 +252,11 @@ def _special_tokens(header: GgufHeader) -> dict[str, str]:
 
 
 def _add_special_tokens(header: GgufHeader, tokenizer: Tokenizer) -> None:
-    """Add control tokens as special tokens, and user-defined tokens as ordinary text that is never split."""
+    """Add control tokens as special tokens, and user-defined tokens as ordinary text that is never split.
+
+    Raises:
+        ModelLoadError: there are more such tokens than ``_MAX_UNSPLIT``.
+    """
     kinds = header.metadata.get("tokenizer.ggml.token_type", [])
     unsplit = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
     if sum(kind in unsplit for kind in kinds) > _MAX_UNSPLIT:

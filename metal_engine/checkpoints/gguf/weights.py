@@ -33,7 +33,7 @@ _FLOATS = (T.F32, T.F16, T.BF16)
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor in MLX's quantization, in groups of ``GROUP_SIZE`` along a row.
+    """A tensor in MLX's quantization. Each group of ``GROUP_SIZE`` elements along a row has a scale.
 
     In mode "affine", an element is scale * q + bias. In mode "mxfp4", q is a 4-bit float and the scale a power of 2.
 
@@ -98,7 +98,12 @@ def load_tensor(header: GgufHeader, name: str, dtype: mx.Dtype, dequantize: bool
 
 
 def loaded_bytes(tensor: GgufTensor, float_bytes: int, dequantize: bool) -> int:
-    """Return the memory of a tensor after :func:`load_tensor`, in bytes, for a type of ``float_bytes`` bytes."""
+    """Return the memory in bytes that a tensor takes after :func:`load_tensor`.
+
+    Args:
+        float_bytes: size in bytes of an element of ``load_tensor``'s ``dtype``.
+        dequantize: as in ``load_tensor``.
+    """
     size = math.prod(tensor.shape)
     if not _is_kept(tensor, dequantize):
         return size * float_bytes

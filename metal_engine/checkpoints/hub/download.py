@@ -1,8 +1,8 @@
 """Downloads files of a repository into the hub's cache. Interrupted downloads resume.
 
 ``huggingface_hub`` restarts an interrupted file from the beginning. This module therefore downloads large files itself,
-to the paths where the cache stores contents by their SHA-256. ``huggingface_hub`` finds the large files at these paths.
-It then adds links and small files.
+to the paths where the cache stores contents by their SHA-256. ``huggingface_hub`` then finds the large files at these
+paths, links them, and downloads the small files.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ Report = Callable[[int], None]
 def download(repo: HubRepo, names: list[str], download_dir: str | None) -> None:
     """Download the files that the cache lacks, with a progress bar.
 
+    Args:
+        repo: repository of the files.
+        names: names of the files in the repository.
+        download_dir: folder of the cache; None for the hub's default.
+
     Raises:
         ModelLoadError: the disk does not have enough space, or a file has the wrong SHA-256.
         Exception: any error of the hub's client, the network or the file system.
@@ -76,7 +81,10 @@ def download(repo: HubRepo, names: list[str], download_dir: str | None) -> None:
 
 
 def _snapshot(repo: HubRepo, names: list[str], download_dir: str | None, *, quiet: bool) -> None:
-    """Let ``huggingface_hub`` add files to its cache and download missing ones. Show progress bars unless ``quiet``."""
+    """Let ``huggingface_hub`` link files in its cache, after it has downloaded missing files.
+
+    Shows progress bars unless ``quiet``.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -164,7 +172,7 @@ def _fetch_rest(repo: HubRepo, name: str, part: Path, report: Report, stop: thre
     """Append the missing bytes to ``part``. Returns early if ``stop`` is set.
 
     Reconnects after an error of the HTTP client, and after an incomplete response. Gives up after ``_MAX_ATTEMPTS``
-    attempts in succession that received no byte.
+    consecutive attempts that received no byte.
 
     Raises:
         ModelLoadError: the last attempt received no byte, without an error.

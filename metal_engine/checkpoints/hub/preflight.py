@@ -31,9 +31,9 @@ _MAX_LISTED = 12
 
 
 def choose_gguf(name: HubName, files: list[str], sizes: Callable[[str], int]) -> GgufFile | None:
-    """Return the GGUF file that a name on the hub selects; None if the name selects no GGUF file.
+    """Return the GGUF file that a name on the hub selects; None if the name selects the repository's safetensors files.
 
-    A name without a quantization selects no GGUF file if the repository has safetensors files or no GGUF files.
+    A name without a quantization selects a GGUF file only if the repository has GGUF files and no safetensors files.
 
     Args:
         name: repository, revision and quantization.
@@ -124,7 +124,7 @@ def estimated_requirements(
 
 
 def remote_model_tensors(repo: HubRepo) -> list[StoredTensor]:
-    """Read the tensors of a checkpoint from the headers of its weight files. Only the headers are transferred.
+    """Return the tensors in a repository's weight files (``model*.safetensors``). Transfers only the files' headers.
 
     Raises:
         ModelLoadError: a header is invalid.
@@ -140,7 +140,7 @@ def _weight_names(repo: HubRepo) -> list[str]:
 
 
 def remote_tensors(repo: HubRepo, name: str) -> list[StoredTensor]:
-    """Return the tensors in a file of a repository, from its header.
+    """Return the tensors in a safetensors file of a repository. Transfers only the header of the file.
 
     Raises:
         ModelLoadError: the header is invalid.

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: whether it is reachable, which files a repository has, and which files the local cache has.
+"""Checks that the Hugging Face hub is reachable, and lists and reads files of its repositories and of its local cache.
 
 Every request to the hub has a time limit. ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` have the
 same meaning as in ``huggingface_hub``.
@@ -44,7 +44,7 @@ _LOCAL = "give a local directory or a .gguf file instead, or `demo` for the demo
 
 
 class HubUnreachableError(Exception):
-    """The hub cannot be reached. The message gives the cause, if known."""
+    """The hub cannot be reached, or is not a hub. The message gives the cause."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class HubRepo:
     files: dict[str, HubFile]
 
     def matching(self, patterns: list[str]) -> list[str]:
-        """Return the names of the files that match one of the patterns."""
+        """Return the names of the files that match a pattern, e.g. ``mtp*.safetensors``. ``*`` also matches ``/``."""
         from huggingface_hub.utils import filter_repo_objects
 
         return list(filter_repo_objects(self.files, allow_patterns=patterns))
@@ -167,7 +167,11 @@ def _check_answers() -> None:
 
 
 def find_repo(repo: str, revision: str | None) -> HubRepo:
-    """Return the current files of a repository. Check first that the hub is reachable.
+    """Return a repository at the current commit of a revision. Check first that the hub is reachable.
+
+    Args:
+        repo: name of the repository.
+        revision: branch, tag or commit; None for the default branch.
 
     Raises:
         Exception: HubUnreachableError, or any error of the hub's client. :func:`hub_problem` describes it.
@@ -216,7 +220,10 @@ def read_range(repo: HubRepo, name: str, first: int, end: int) -> bytes:
 
 
 def cached_folder(repo: str, revision: str | None, download_dir: str | None, patterns: list[str]) -> Path:
-    """Return the folder of a repository in the cache, without a request to the hub.
+    """Return the folder of a repository's revision in the cache, without a request to the hub.
+
+    Args:
+        patterns: patterns of the files that the folder must have; an empty list to require no files.
 
     Raises:
         Exception: LocalEntryNotFoundError or IncompleteSnapshotError of ``huggingface_hub``, if the cache lacks the
@@ -241,7 +248,7 @@ def cached_path(repo: HubRepo, name: str, download_dir: str | None) -> Path | No
 
 
 def cache_folder(download_dir: str | None) -> Path:
-    """Return the folder of the cache, which may not exist yet. Keep ``~`` if there is no home directory."""
+    """Return the folder of the cache, which may not exist yet. A leading ``~`` becomes the home directory, if any."""
     from huggingface_hub import constants
 
     return Path(os.path.expanduser(download_dir or constants.HF_HUB_CACHE))
@@ -256,8 +263,8 @@ def cached_repos(download_dir: str | None) -> list[str]:
 def fetch_tokenizer(repo: str, download_dir: str | None) -> Path:
     """Return the local folder of a repository's tokenizer.
 
-    Downloads the files that the cache lacks or has in an older version. If the hub cannot be used, the cached files are
-    returned.
+    Downloads files that the cache lacks, or has in an older version. If the hub cannot be used, returns the folder with
+    the cached files.
 
     Args:
         repo: name of the repository.
@@ -288,10 +295,10 @@ def fetch_tokenizer(repo: str, download_dir: str | None) -> Path:
 def hub_problem(
     error: Exception, cache_error: Exception | None, repo: str, revision: str | None, download_dir: str | None
 ) -> str:
-    """Describe an error of the hub's client, with a remedy.
+    """Return a message about an error of the hub's client, with a remedy.
 
     Args:
-        error: the error.
+        error: error of the request to the hub, or of the cache lookup if requests are forbidden.
         cache_error: error of the cache lookup; None if there was no lookup.
         repo: name of the repository.
         revision: requested revision.
