@@ -1,4 +1,4 @@
-"""Lists and removes the models on this machine: those in the cache of the hub, and the demo model."""
+"""Lists and removes the models on this machine: the models in the hub's cache, and the demo model."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class CheckpointDetails:
 
 
 def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
-    """Return the details of a model on this machine. Raises no errors of its files: they become ``problem``."""
+    """Return the details of a model on this machine. An error in its files is not raised, and becomes ``problem``."""
     requirements, quantization, num_head_bytes = None, "", 0
     problem: str | None = None
     try:

@@ -1,4 +1,4 @@
-"""Adapts mlx-lm to weights of embedding models, which often lack the LM head and the prefix ``model.`` of names.
+"""Adapts mlx-lm to weights of embedding models, which often have no LM head and no prefix ``model.`` in their names.
 
 Qwen3-Embedding, for example, has ``layers.0...`` instead of mlx-lm's ``model.layers.0...``. The
 configuration of the 8B model declares an LM head that its files lack.

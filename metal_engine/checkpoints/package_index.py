@@ -177,7 +177,7 @@ def _public(url: str) -> str:
 
 
 def _pages(project: str) -> Iterator[str]:
-    """Yield addresses that may list a project's files: first those of ``find-links``, then the indexes."""
+    """Yield addresses of pages that may list a project's files: first ``find-links``, then the indexes."""
     configured = _pip_configuration()
 
     def values(key: str, *variables: str) -> list[str]:
@@ -231,7 +231,7 @@ def _pip_configuration() -> dict[str, str]:
 
 
 def _tls_context() -> ssl.SSLContext:
-    """Return a context that trusts the certificates configured for pip, or else those of the ``certifi`` package.
+    """Return a context that trusts the certificates configured for pip, or else the ``certifi`` package's certificates.
 
     Raises:
         ModelLoadError: the configured certificates cannot be read.

@@ -174,7 +174,7 @@ def find_reranker(
     """Return the template and the tokens for scoring documents; None if the checkpoint is not a Qwen3-Reranker.
 
     A Qwen3-Reranker is recognized by its name or by its model card. It answers a prompt with yes or no. If its
-    tokenizer lacks these tokens, a warning is logged, and the result is None.
+    tokenizer lacks the tokens ``yes`` and ``no``, a warning is logged, and the result is None.
     """
     if config.get("model_type") != "qwen3" or not (
         _RERANKER_NAME.search(name) or _model_card_declares_reranker(folder)

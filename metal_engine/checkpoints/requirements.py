@@ -200,7 +200,7 @@ def check_memory(requirements: CheckpointRequirements, args: EngineArgs, device:
 
 
 def _smaller_version(requirements: CheckpointRequirements, available: int) -> str:
-    """Return advice for the message: the quantization with the most bits that fits with a KV cache, e.g. 4-bit."""
+    """Return advice for an error message: the quantization with the most bits that leaves memory for a KV cache."""
     for bits in _QUANTIZED_BITS:
         size = int(requirements.num_params * (bits + _SCALE_BITS) / 8)
         if size < requirements.weight_bytes and size <= available * _MAX_WEIGHT_FRACTION:

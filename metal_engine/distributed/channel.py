@@ -1,4 +1,4 @@
-"""TCP connections between rank 0 and the other ranks, for plans, heartbeats and failures. MLX sends the arrays itself.
+"""TCP connections between rank 0 and the other ranks, for plans, heartbeats and failures. Arrays go through MLX.
 
 A frame has a length (4 bytes, big-endian), a :class:`FrameKind` (1 byte), and its content. A rank without work sleeps
 in ``recv``. A separate thread sends heartbeats, so a rank that loads or computes for long is not silent. A rank is

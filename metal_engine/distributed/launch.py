@@ -1,6 +1,6 @@
 """Reads the environment that a launcher sets, and starts the other ranks on this machine if there is no launcher.
 
-The variables are those of ``mlx.launch``: ``MLX_RANK``, and ``MLX_HOSTFILE`` (ring) or ``MLX_IBV_DEVICES`` and
+``mlx.launch`` sets these variables: ``MLX_RANK``, and ``MLX_HOSTFILE`` (ring) or ``MLX_IBV_DEVICES`` and
 ``MLX_JACCL_COORDINATOR`` (JACCL).
 """
 

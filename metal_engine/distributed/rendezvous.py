@@ -109,7 +109,7 @@ def ended_by_hang_up() -> Iterator[None]:
 
 
 def watch(watched: Iterable[Watched], seconds: float) -> str | None:
-    """Wait until one of the processes has joined the group, which needs all ranks of the group.
+    """Wait until one of the processes has joined the group. Processes join only when all ranks of the group are there.
 
     Time is counted in parts, so that it does not advance while a terminal has stopped this process together with the
     watched processes.

@@ -62,7 +62,7 @@ class _Times:
 class EngineMetrics:
     """Totals since the engine was created. Durations are in seconds. A request arrives when it is submitted.
 
-    Attributes that describe a duration or a length are a :class:`Histogram`, except ``image_encode_seconds``. A pooling
+    ``restart`` and the attributes from ``first_token`` to ``step_time`` are histograms (:class:`Histogram`). A pooling
     request has no tokens. It counts only in the metrics about prompts and whole requests.
 
     Attributes:

@@ -146,7 +146,7 @@ class PhaseRulesMaker:
         """Return the result of ``compiled`` for a structured output that tool calls may replace.
 
         If the grammar with the calls is refused, the arguments of all tools are left free. If that grammar is refused
-        too, the result is a grammar without calls, which forbids them.
+        too, the result is a grammar without calls, and the model cannot call tools.
 
         Args:
             calls: tool calls; None if there are none.

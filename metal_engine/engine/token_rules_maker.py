@@ -26,8 +26,8 @@ class GrammarMaker(Protocol):
         Waits for the compilation of a structured output, but not for the grammars of tool calls.
 
         Args:
-            structured: structured output; None without one. Must be given if ``phases`` is None.
-            phases: phases of the output; None if they have no rules.
+            structured: structured output; None for free content. ``phases`` must then be given.
+            phases: phases of the output; None for an output that consists of content only.
             stop_token_ids: tokens that end generation, [S] int32.
 
         Raises:

@@ -151,8 +151,8 @@ def _gemma3(header: GgufHeader) -> Config:
 def _gemma_query_scalar(header: GgufHeader, layers_of_the_largest: int) -> float:
     """Return the number by whose square root queries are divided. The file does not contain this number.
 
-    As in llama.cpp, the number is the head size. For the largest model, which is recognized by its number of layers, it
-    is the hidden size divided by the number of heads.
+    As in llama.cpp, the number is the head size. For the largest model, which is recognized by its number of layers,
+    the number is the hidden size divided by the number of heads.
     """
     if header.num_layers == layers_of_the_largest:
         return float(header.require_value("embedding_length") // header.require_value("attention.head_count"))

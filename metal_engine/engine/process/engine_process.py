@@ -154,7 +154,9 @@ class EngineProcess:
         return self._reason or problem
 
     def end_hang(self, hang: str) -> None:
-        """Kill a process that hangs. Before, let it write the stacks of its threads to its standard error. Thread-safe.
+        """Make a process that hangs write the stacks of its threads to its standard error. Then kill it. Thread-safe.
+
+        Takes ``_DUMP_SECONDS``.
 
         Args:
             hang: description of the hang, which :meth:`receive_all` returns as the reason of the end.

@@ -73,7 +73,7 @@ class ErrorOutput:
     def last_words(self) -> str:
         """Return the last lines that an ended process has written, joined by `` | ``; an empty text without lines.
 
-        Returns at most three lines, all from the last five seconds, and none of a dump of the stacks of threads.
+        The lines are at most three, and from the last five seconds. A dump of the stacks of threads is left out.
         """
         since = time.monotonic() - _MAX_AGE
         words = [line for at, line in list(self._lines) if at > since]

@@ -23,7 +23,7 @@ class ProcessLimits:
 
     Attributes:
         max_restarts: maximum number of new processes within :data:`RESTART_SECONDS`, and of consecutive new processes
-            without any output. If more would be needed, the engine ends.
+            without any output. If more would be needed, the engine ends. 0: the engine ends with its first process.
         stall_seconds: time after which a process that reads no message is killed.
         step_seconds: minimum time after which a process that computes no step is killed. The time is longer for models
             whose steps are slow, or whose kernels were compiled slowly at load.

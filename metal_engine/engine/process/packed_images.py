@@ -31,7 +31,7 @@ def packed_images(images: PromptImages | None, keys: Mapping[bytes, int]) -> Ima
 def unpacked_images(images: Images | None, inputs: Mapping[int, InputArrays]) -> PromptImages | None:
     """Return the images of a prompt from the result of :func:`packed_images`.
 
-    An invalid message raises an error that only the context :func:`checked` converts to a WireError.
+    Call it in the context :func:`checked`, which converts the errors of an invalid message to a WireError.
 
     Args:
         inputs: map from the keys of :class:`ImageInputs` to their arrays.

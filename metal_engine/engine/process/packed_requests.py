@@ -61,7 +61,9 @@ def packed_request(
 ) -> Submit:
     """Return the message that submits a request.
 
-    Args (:meth:`metal_engine.engine.engine_thread.EngineThread.submit` describes the other arguments):
+    :meth:`metal_engine.engine.engine_thread.EngineThread.submit` describes the first six arguments.
+
+    Args:
         grammar_key: key of the request's grammar; None without a grammar.
         image_keys: map from content hashes of the request's images to the keys of their inputs.
     """

@@ -178,7 +178,7 @@ def packed_adapter(adapter: Adapter) -> LoadedAdapter:
 def packed_error(error: BaseException) -> list[str | None]:
     """Return the type and the arguments of an error, e.g. ``["AdapterError", "no such adapter", "lora_name"]``.
 
-    A type that is in ``_ERRORS`` neither itself nor by a base class becomes RuntimeError.
+    The type becomes RuntimeError if ``_ERRORS`` has neither the error's type nor a base class of it.
     """
     for kind, names in _ERRORS.items():
         if isinstance(error, kind):
