@@ -235,7 +235,8 @@ def _reasoning_marks(tokenizer: PreTrainedTokenizerFast, wanted: str) -> tuple[s
     """Return the opening and the closing mark of reasoning; None if there is none.
 
     Args:
-        wanted: value of ``--reasoning-parser``. ``auto``: the tokenizer decides. ``none``: there are no marks.
+        wanted: value of ``--reasoning-parser``. ``auto``: the marks that the tokenizer's chat template or vocabulary
+            has. ``none``: no marks.
     """
     if wanted == "none":
         return None

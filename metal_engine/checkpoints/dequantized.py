@@ -10,7 +10,7 @@ from mlx_lm.utils import dequantize_model
 
 
 def dequantize(model: nn.Module) -> nn.Module:
-    """Replace the quantized layers of a model by layers with plain weights. Return the model."""
+    """Replace the quantized layers of a model by layers with plain weights, in place. Return the model."""
     with_global_scales = [
         (name, _dequantized(module))
         for name, module in model.named_modules()

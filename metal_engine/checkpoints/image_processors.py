@@ -67,7 +67,9 @@ def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
 
 
 def _processor(folder: Path) -> dict[str, Any]:
-    """Return the fields of the image processor, from the two files that may contain them.
+    """Return the fields of the image processor in ``preprocessor_config.json`` and ``processor_config.json``.
+
+    If both files have a field, ``processor_config.json`` decides.
 
     Raises:
         ModelLoadError: neither file has fields, or a file is invalid.

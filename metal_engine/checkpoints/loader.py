@@ -323,7 +323,10 @@ def _generation_config(args: EngineArgs, own: dict[str, Any] | None) -> dict[str
 
 
 def _tokenizer_path(args: EngineArgs, found: FoundModel) -> Path:
-    """Return the folder or the GGUF file of the tokenizer. ``--tokenizer`` names a folder or a repository."""
+    """Return the folder or the GGUF file of the tokenizer: the model's, or the folder that ``--tokenizer`` names.
+
+    If ``--tokenizer`` names a repository, its tokenizer is downloaded unless the cache has it.
+    """
     if not args.tokenizer:
         return found.path
     folder = local_tokenizer(args.tokenizer) or fetch_tokenizer(args.tokenizer, args.download_dir)

@@ -102,7 +102,10 @@ class GgufFile:
 
 
 def gguf_models(names: list[str]) -> list[GgufFile]:
-    """Return the GGUF models among the files of a repository, sorted by name, without image encoders (``mmproj``)."""
+    """Return the GGUF models among the files of a repository, sorted by name. A split model is one model.
+
+    Files whose names begin with ``mmproj`` (image encoders) or ``imatrix`` (importance matrices) are not models.
+    """
     found = []
     for name in sorted(names):
         base = name.rpartition("/")[2]

@@ -43,7 +43,7 @@ class Watched:
     Attributes:
         name: name of the rank in messages.
         pid: id of its process.
-        life_line: descriptor of a pipe that is closed when the process ends.
+        life_line: read end of a pipe. The pipe reaches its end when the process ends.
     """
 
     name: str

@@ -117,7 +117,10 @@ class EngineClient:
         return received
 
     def _with_text(self, output: RequestOutput, text: OutputText, engine_id: str) -> RequestOutput:
-        """Fill in an output's text. End the request in the engine if the text has ended it."""
+        """Fill in an output's text, and return the output. End the request in the engine if the text has ended it.
+
+        If the tokens cannot be decoded, end the request and return an error output.
+        """
         try:
             text.add(output)
         except Exception as error:

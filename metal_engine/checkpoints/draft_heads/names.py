@@ -30,12 +30,12 @@ class _Layout:
     """Regular expressions for one family's names of a head's weights. A prefix such as ``mtp.`` is removed first.
 
     Attributes:
-        parts: pattern of each part's name, by the part's name in the engine.
+        parts: name of each part in the engine -> pattern of the part's name.
         block: pattern of the names of a block's weights. Its first group is the index of the block, which may be empty.
             Its second group is the weight's name within the block.
         hidden_first: True if the projection reads the hidden state before the embedding.
-        copies: pairs of a module's name in the engine and a pattern, for modules that repeat the model's embedding
-            table or LM head.
+        copies: pairs (name of a module in the engine, pattern of the module's name), for modules that repeat the
+            model's embedding table or LM head.
         is_alone: True if all names below the prefix belong to the head.
     """
 

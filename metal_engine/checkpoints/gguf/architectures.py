@@ -76,7 +76,7 @@ class Architecture:
 
 
 def find_architecture(header: GgufHeader) -> Architecture:
-    """Return the architecture that a file names.
+    """Return the architecture that a file names. A ``llama`` file with experts has Mixtral's architecture.
 
     Raises:
         UnsupportedModelError: the architecture is not supported.

@@ -119,6 +119,10 @@ def _rope_scaling(header: GgufHeader, architecture: Architecture) -> dict[str, A
     """Return ``rope_scaling`` for mlx-lm; None without scaling.
 
     Factors per frequency (Llama 3) are in a tensor, which ``model.py`` reads.
+
+    Raises:
+        UnsupportedModelError: mlx-lm's module does not support the scaling.
+        ModelLoadError: a value or a tensor is missing.
     """
     prefix = f"{header.architecture}.rope.scaling."
     values = {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}

@@ -99,7 +99,7 @@ class GgufHeader:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def require_value(self, key: str) -> Any:
-        """Return a metadata value of the architecture that the file must have.
+        """Return a metadata value of the architecture that the file must have. ``key`` is as in :meth:`value`.
 
         Raises:
             ModelLoadError: the value is missing.

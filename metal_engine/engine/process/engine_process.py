@@ -108,7 +108,7 @@ class EngineProcess:
         return message
 
     def _receive_one(self, kinds: type[M] | tuple[type[M], ...]) -> M:
-        """Receive a message of one of these types.
+        """Receive a message whose type is one of ``kinds``.
 
         Raises the error of a :class:`wire.Refused`, EOFError if the process has ended, and WireError for any other
         message.

@@ -38,7 +38,10 @@ class OpenRequest:
         return packed_request(request_id, self.prepared, self.seed, self.options, *state, key, images)
 
     def add(self, output: RequestOutput) -> None:
-        """Add the tokens of an output to :attr:`so_far`, and reset :attr:`num_failures`. No effect without tokens."""
+        """Add the tokens and counts of an output to :attr:`so_far`, and reset :attr:`num_failures`.
+
+        No effect if the output has no tokens.
+        """
         if not output.token_ids:
             return
         if self.so_far is None:
