@@ -100,8 +100,8 @@ _BARE_OPENINGS = {
     "pythonic": BareOpening("[", "(", only_first=True),
     "qwen3_coder": BareOpening("<function=", ">"),
 }
-# Mark before a model's reasoning -> marks that are dropped from its content: those around Kimi K3's responses, and the
-# closing mark that Gemma 4 sometimes writes once more.
+# Mark before a model's reasoning -> marks that are dropped from its content: the marks around Kimi K3's responses, and
+# the closing mark that Gemma 4 sometimes writes once more.
 _DROPPED_MARKS = {
     "<|channel>thought": ("<channel|>",),
     "<|open|>think<|sep|>": ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),

@@ -155,7 +155,7 @@ def gguf_requirements(
     dequantize = device.kind == "cpu"
     sizes = [loaded_bytes(tensor, _DTYPE_BYTES[dtype], dequantize) for tensor in header.tensors.values()]
     num_params = sum(math.prod(tensor.shape) for tensor in header.tensors.values())
-    # Tensors are converted one by one, so at most two copies of the largest one exist.
+    # Tensors are converted one by one, so at most two copies of the largest tensor exist.
     return CheckpointRequirements(config, sum(sizes), num_params, dtype, 2 * max(sizes, default=0))
 
 

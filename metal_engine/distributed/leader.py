@@ -57,7 +57,7 @@ class LeaderRunner:
         self._monitor.check()
         try:
             content = encode_plan(plan)
-            with self._step_timeout:  # dispatching a step may wait for the previous one
+            with self._step_timeout:  # dispatching a step may wait for the previous step
                 step = self._runner.execute(plan, on_built=lambda: self._start(content))
         except RunnerLostError:
             raise

@@ -346,7 +346,7 @@ class EngineCore:
                 handle.result()
             except Exception:
                 logger.exception("a step in flight failed, too")
-                self._in_flight.clear()  # steps after a failed one are void
+                self._in_flight.clear()  # steps after a failed step are void
 
     def _fail_request(self, request_id: str, message: str, *, caused_by_request: bool = False) -> RequestOutput:
         self.metrics.finished(request_id, "error")

@@ -21,7 +21,7 @@ HEAD_PATTERNS = ["mtp/*.safetensors", "mtp*.safetensors"]
 EMBEDDING_NORM, HIDDEN_NORM = "pre_fc_norm_embedding", "pre_fc_norm_hidden"
 PROJECTION, LAST_NORM = "fc", "norm"
 EMBEDDING_TABLE, LM_HEAD = "embed_tokens", "lm_head"
-# End of the name of the scales of FP8 weights. The weights have the name before it.
+# Suffix of the names of the scales of FP8 weights. The name without this suffix is the name of the weights.
 FP8_SCALES = "_scale_inv"
 
 

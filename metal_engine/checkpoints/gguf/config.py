@@ -95,7 +95,7 @@ def _check_sizes(header: GgufHeader, architecture: Architecture) -> tuple[int, i
     head_dim = header.head_dim
     others = {header.value("attention.value_length", head_dim), header.value("rope.dimension_count_swa", head_dim)}
     rotated = header.value("rope.dimension_count", head_dim)
-    if architecture.model_type != "phi3" or not 0 < rotated < head_dim:  # phi3 is the only one with partial RoPE
+    if architecture.model_type != "phi3" or not 0 < rotated < head_dim:  # only phi3 has partial RoPE
         others.add(rotated)
     if not architecture.own_head_dim:
         others.add(header.require_value("embedding_length") // num_heads)

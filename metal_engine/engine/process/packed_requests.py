@@ -135,7 +135,7 @@ def _packed_params(params: SamplingParams) -> Sampling:
     return Sampling(
         **{name: getattr(params, name) for name in _PLAIN_PARAMS},
         top_k=min(params.top_k, _INT32_MAX),
-        stop_token_ids=packed_ids([i for i in params.stop_token_ids if i <= _INT32_MAX]),  # others are never sampled
+        stop_token_ids=packed_ids([i for i in params.stop_token_ids if i <= _INT32_MAX]),  # larger ids: never sampled
         has_stop=bool(params.stop),
         has_bad_words=bool(params.bad_words),
         has_biases=bool(params.logit_bias),
