@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(DIRECT, "begin < key_end ?", "true ?"),
     Mutant(DIRECT, "begin + lane_row >= key_begin &&", "", which=0),
     Mutant(DIRECT, "&& begin + lane_row < key_end", ""),
-    Mutant(DIRECT, "uint(num_kv_heads) + uint(kv_head);", "uint(num_kv_heads);"),
+    Mutant(DIRECT, "uint(num_kv_heads) + uint(kv_head);", "uint(num_kv_heads);", which=1),
     Mutant(ROWS, "BEGIN + first_column)", "first_column)"),
     Mutant(DIRECT, "v_rows, at[h]", "k_rows, at[h]"),
     Mutant(DIRECT, "part * V_CHUNKS, lane_column, exists[h]", "part * V_CHUNKS, lane_column, true"),
