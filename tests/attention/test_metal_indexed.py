@@ -184,6 +184,7 @@ MUTANTS = (
     Mutant(ITEM, "(list_rows[list_row * 2] - list_row)", "0"),
     Mutant(ITEM, "selected + (list_row *", "selected + (0 *"),
     Mutant(DIRECT, "uint(cache_slot[h]) *", "uint(cache_slot[h] + 1) *"),
+    Mutant(DIRECT, "uint(num_kv_heads) + uint(kv_head);", "uint(num_kv_heads);"),  # keys of one KV head
     *(Mutant(LATENTS_ONCE, _BARRIER, "", which=i) for i in range(5)),
     Mutant(LATENTS_ONCE, "key_begin + (slot * HELD + h) * 8", "key_begin + h * 8"),
     Mutant(LATENTS_ONCE, "key < key_end, k_loaded", "true, k_loaded"),
