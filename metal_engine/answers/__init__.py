@@ -1,1 +1,1 @@
-"""What a model's text means: reasoning, content and tool calls, from the format of the model's answers."""
+"""Parsers that split a model's output into reasoning, content and tool calls, by the model's output format."""

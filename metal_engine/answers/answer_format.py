@@ -59,10 +59,12 @@ class ReasoningMarks:
     Attributes:
         start: mark before the reasoning.
         end: mark after the reasoning.
-        budget_text: text that the model's authors recommend before ``end`` if the reasoning is ended by its budget.
-        dropped: marks that are removed from the content. May include ``end``.
-        next_message: text between messages. Empty if outputs do not consist of messages.
-        content_start: mark at the beginning of a message of content. Empty if outputs do not consist of messages.
+        budget_text: text that is forced before ``end`` if the token budget ends the reasoning, as the model's authors
+            recommend. Empty if they recommend none.
+        dropped: marks that are removed from the content. Includes ``end`` for models that repeat this mark there.
+        next_message: text between two messages of an output, ``<|start|>assistant`` for gpt-oss. Empty for all other
+            formats, whose outputs are not divided into messages.
+        content_start: text at the start of a message with content, for gpt-oss. Empty for all other formats.
     """
 
     start: str
@@ -84,7 +86,7 @@ class AnswerFormat:
         syntax: exact form of the calls; None if their grammar is unknown.
         bare: opening of a call without its mark. None if calls are found only after marks.
         reasoning: marks of reasoning; None if the model does not reason, or if reasoning is to be left in the text.
-        special: True if the marks are special tokens. The text must then include special tokens.
+        special: True if the marks are special tokens. Outputs must then be decoded with their special tokens.
         harmony: True for the format of gpt-oss (:mod:`metal_engine.answers.harmony`).
         finds_calls: True if tool calls are parsed; False if the settings leave them in the text.
     """
@@ -115,9 +117,13 @@ def begins_in_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bo
 
 
 def is_past_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bool) -> bool:
-    """Return True if the output cannot begin with reasoning. The prompt must not end within reasoning.
+    """Return True if the output cannot begin with reasoning. Call it only if the prompt does not end within reasoning.
 
-    A template closes the reasoning itself if reasoning is turned off. If the output continues an assistant message, the
-    reasoning of that message is over. The arguments are those of :func:`begins_in_reasoning`.
+    The output cannot begin with reasoning in two cases:
+
+    - The prompt ends with the end mark of reasoning. Chat templates write this mark if reasoning is turned off.
+    - The output continues an assistant message. The reasoning of that message is over.
+
+    The arguments are those of :func:`begins_in_reasoning`.
     """
     return continues or prompt_end.rstrip().endswith(marks.end)

@@ -45,10 +45,11 @@ class CallEnd:
         self._opened = 0  # position of the current quoted part
 
     def find(self, text: str) -> tuple[int, str] | None:
-        """Return position and text of the mark that ends the call; None if it has not arrived yet.
+        """Return position and text of the mark that ends the call; None if that mark has not arrived yet.
 
         Args:
-            text: text of the call so far.
+            text: text of the call so far, after the opening mark. It extends the text of the previous call of this
+                method.
         """
         while True:
             if self._state == "plain" and self.first_mark is not None:
@@ -77,7 +78,7 @@ class CallEnd:
                 self._state = "string" if self._state == "json" else "json"
 
     def forget(self, length: int) -> None:
-        """Record that the first ``length`` characters of the text are removed."""
+        """Adjust all positions to a text whose first ``length`` characters are removed."""
         self._at -= length
         self._opened -= length
         if self.first_mark is not None:
@@ -85,7 +86,7 @@ class CallEnd:
             self.first_mark = (at - length, mark) if at >= length else None
 
     def _pattern(self) -> re.Pattern[str]:
-        """Return the pattern for the text that can end the current state."""
+        """Return a pattern for the next mark, quote or escape at which the current state can change."""
         opening = "|".join(map(re.escape, self._quotes.pairs))
         broken = self._quotes.broken or "(?!)"
         patterns = {
@@ -109,7 +110,7 @@ class CallEnd:
         return True
 
     def _pass_head(self, text: str) -> bool:
-        """Leave the state ``head`` at the beginning of the value. Return False if too little text has arrived."""
+        """Leave the state ``head`` at the start of the part's value. Return False if the start has not arrived yet."""
         assert self._quotes.value is not None
         head = self._quotes.value.match(text, self._opened)
         if head is None:

@@ -32,10 +32,10 @@ class CallReader:
         parser: parser of the call format.
         tools: tools that may be called, in OpenAI's form.
         parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
-        head: ``call_head`` of the format, to stream a call's arguments; None to return only whole calls. The last brace
-            of streamed arguments is returned only after the call has been parsed.
-        gaps: record of the white space between parts of the content, which the splitter of the output also uses; None
-            for a new record.
+        head: ``call_head`` of the ``AnswerFormat``, to stream a call's arguments; None to return only whole calls. The
+            last brace of streamed arguments is returned only after the call has been parsed.
+        gaps: ``ContentGaps`` of the output's splitter, to which white space next to calls is added; None for a new
+            object.
 
     Attributes:
         num_calls: number of calls parsed successfully so far.
@@ -81,16 +81,18 @@ class CallReader:
         return deltas
 
     def read_to_end(self, before: str, body: str, end: str, *, complete: bool, truncated: bool) -> list[AnswerDelta]:
-        """Return the remaining deltas of a call that has ended. Return text that is not a valid call as content.
+        """Return the remaining deltas of a call that has ended. Text that is not a valid call becomes content.
 
-        If a truncated call has already begun to stream, its text is not returned as content.
+        If the output was cut off within a call whose arguments are streamed, the text of the call does not become
+        content. The arguments then stay incomplete.
 
         Args:
-            before: text before the body that belongs to the call: white space, and the opening mark.
+            before: text directly before ``body``: white space and the opening mark. It is returned with ``body`` if the
+                text becomes content.
             body: text of the call between its marks.
             end: closing mark of the call.
-            complete: True to parse the text as a call. False if the output was cut off before the closing mark.
-            truncated: True if the output was cut off.
+            complete: True to parse ``body`` as a call. False if ``body`` lacks its end.
+            truncated: True if the output was cut off, for example by ``max_tokens``.
         """
         deltas = self.read_more(body)
         begun, self._begun = self._begun, None
@@ -142,23 +144,27 @@ class CallReader:
         return deltas
 
     def _unused_id(self, given: str | None) -> str:
-        """Return the id that the model gave a call, or a new id if there is none or an earlier call has it."""
+        """Return ``given``, the id that the model wrote. Return a new id if ``given`` is empty or already in use."""
         call_id = new_call_id() if not given or given in self._ids else given
         self._ids.add(call_id)
         return call_id
 
     def _parsed(self, body: str) -> list[ToolCall | str]:
-        """Return the calls in a text, and the text between them.
+        """Return the calls in ``body``, and the texts before, between and after them, in their order.
 
         Raises:
-            Exception: the text is not a call, or calls an unknown tool. The parser decides on the type.
+            Exception: the text is not a call, or calls an unknown tool. The type depends on the parser.
         """
         parsed = self._parser.parse_tool_call(body, self._tools)
         items = parsed if isinstance(parsed, list) else [parsed]
         return [item if isinstance(item, str) else self._checked(item) for item in items if item != ""]
 
     def _checked(self, call: Any) -> ToolCall:
-        """Return a parsed call as ToolCall. Raises ValueError if it is not a call of one of the tools."""
+        """Convert a call from the parser to a ToolCall.
+
+        Raises:
+            Exception: the call names an unknown tool, or its arguments are not a JSON object. The type varies.
+        """
         name, arguments = call["name"], call.get("arguments", {})
         if name not in self._names:
             raise ValueError(f"there is no tool {short(name)}")
@@ -193,7 +199,11 @@ class _BegunCall:
         self._arguments: list[str] = []
 
     def read(self, body: str) -> str:
-        """Return the new part of the arguments, without their last brace. ``body`` is the call's text so far."""
+        """Return the part of the arguments that is new since the last call, without the arguments' last brace.
+
+        Args:
+            body: text of the call so far, after the opening mark.
+        """
         end = self._at + self._reader.add(body[self._at :])
         more, self._at = body[self._at : end], end
         if more and self._reader.done:
@@ -202,7 +212,7 @@ class _BegunCall:
         return more
 
     def is_same(self, call: ToolCall | str) -> bool:
-        """Return True if ``call`` has the name and the arguments that were streamed."""
+        """Return True if ``call`` has the name and the arguments that were already streamed to the client."""
         if isinstance(call, str) or not self._reader.done or call.name != self.name:
             return False
         own = json.loads("".join(self._arguments) + "}")

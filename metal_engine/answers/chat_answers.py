@@ -55,8 +55,9 @@ class AnswerReader:
         """Parse the next piece of text, which can end at any character. Return the resulting deltas.
 
         Args:
-            token_ends: ends of the tokens of this text, as in :class:`metal_engine.request.RequestOutput`.
-            finish_reason: ``stop`` or ``length`` if the output ends with this text.
+            token_ends: end positions of the tokens, as in :class:`metal_engine.request.RequestOutput`.
+            finish_reason: reason for the end of the output; None if more text follows. After ``length``, an incomplete
+                call is not parsed.
         """
         deltas = self._splitter.add(text)
         if self._bounds:
@@ -88,9 +89,9 @@ class ChatAnswers:
         plan: use of the request's tools.
         in_reasoning: True if the prompt ends within reasoning.
         past_reasoning: True if the output cannot begin with reasoning, because the prompt ends the reasoning.
-        is_structured: True if the text after the reasoning is a structured output, or tool calls in its place if
-            ``plan`` allows calls. Marks within the structured output are text.
-        has_budget: True if a budget may end the reasoning.
+        is_structured: True if the text after the reasoning is a structured output. If ``plan`` allows calls, the model
+            may write tool calls instead of it. Marks within a structured output are ordinary text.
+        has_budget: True if a token budget may end the reasoning.
     """
 
     format: AnswerFormat
@@ -134,16 +135,21 @@ class ChatAnswers:
     def applied_to(
         self, params: SamplingParams, *, budget: int | None = None, tool_grammar: str = "auto"
     ) -> tuple[ChatAnswers, SamplingParams]:
-        """Return the ChatAnswers and the sampling parameters of the prompt's outputs.
+        """Adapt the sampling parameters to this format and plan. Return the ChatAnswers and the parameters to use.
 
-        The new sampling parameters have the grammar of forced calls and the phases. They turn ``skip_special_tokens``
-        off if parsing needs special tokens. If nothing changes, ``params`` itself is returned.
+        These fields of the sampling parameters can change:
+
+        - ``structured_outputs``: the JSON schema of forced calls; None if the client requires calls without a grammar.
+        - ``phases``: the phases of reasoning and tool calls (:class:`metal_engine.output_phases.OutputPhases`).
+        - ``skip_special_tokens``: False if parsing needs special tokens.
+
+        If no field changes, ``params`` itself is returned.
 
         Args:
             params: sampling parameters of the request.
             budget: maximum number of tokens of the reasoning; None: no limit. Ignored if the model does not reason.
-            tool_grammar: ``auto`` to constrain the text of calls that the model begins by itself. Other values leave
-                this text free. A forced plan has a grammar in any case.
+            tool_grammar: ``auto`` to constrain calls that the model begins by itself with a grammar. Other values leave
+                these calls unconstrained. Forced calls have a grammar in any case.
 
         Raises:
             ParameterError: the parameters exclude each other, or a tool's parameters have no valid schema.
@@ -178,7 +184,10 @@ class ChatAnswers:
         return answers, params.changed(**changes) if changes else params
 
     def _may_call(self, params: SamplingParams, structured: StructuredOutputsParams | None) -> bool:
-        """Return True if tool calls with a grammar may occur, in free text or in place of a structured output."""
+        """Return True if the model may begin tool calls that a grammar constrains.
+
+        ``structured`` is the structured output that such calls would replace; None if the content is free text.
+        """
         if not self._finds_calls or params.excludes_grammars:
             return False
         if structured is None:
@@ -188,13 +197,14 @@ class ChatAnswers:
         return is_json and not (self.format.harmony and self.past_reasoning)
 
     def _under(self, structured: StructuredOutputsParams, *, may_call: bool) -> ChatAnswers:
-        """Return the ChatAnswers for outputs whose text after the reasoning is a structured output or forced calls.
+        """Return the ChatAnswers for outputs with a grammar: structured outputs, or forced calls.
 
-        If a regular expression or a context-free grammar contains a mark of calls or the end mark of reasoning, the
-        marks of the output are parsed as usual. Otherwise, all of the structured output is content.
+        A client's regular expression or context-free grammar may itself contain a mark of calls or the end mark of
+        reasoning. The marks in the output are then parsed as usual. Otherwise, all of the structured output is content.
 
         Args:
-            may_call: True if the outputs may be tool calls instead.
+            structured: structured output that follows the reasoning, or the schema of forced calls.
+            may_call: True if the model may write tool calls instead of the structured output.
         """
         if self.plan.forced:
             return self
@@ -206,7 +216,10 @@ class ChatAnswers:
         return self if spelled and spells else replace(self, plan=NO_TOOLS, is_structured=True)
 
     def _structured_reasoning(self, structured: StructuredOutputsParams, budget: int | None) -> ReasoningPhase | None:
-        """Return the reasoning phase before a structured output; None if the grammar applies from the first token."""
+        """Return the reasoning phase before a structured output.
+
+        Return None if the structured output begins at the first token, or if its grammar includes the reasoning.
+        """
         marks = self.format.reasoning
         spelled = structured.regex or structured.grammar or ""
         if self.past_reasoning or marks is None or marks.end in spelled:

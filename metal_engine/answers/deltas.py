@@ -98,7 +98,12 @@ def new_call_id() -> str:
 
 
 def json_text(value: Any) -> str:
-    """Return JSON text for clients. Raises ValueError for values without JSON form, such as NaN."""
+    """Return a value as JSON text that can be encoded as UTF-8: lone surrogates are escaped.
+
+    Raises:
+        TypeError: the value has no JSON form, such as a set.
+        ValueError: the value contains NaN or an infinity.
+    """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()

@@ -31,12 +31,12 @@ _BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$d
 
 
 def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bool) -> Schema:
-    """Return the JSON schema of an output for :class:`ForcedCallSplitter`.
+    """Return the JSON schema of an output that consists of tool calls. :class:`ForcedCallSplitter` parses the output.
 
     Args:
         tools: tools that may be called, in OpenAI's form.
-        name: name of the tool to call. The output is then the tool's arguments. If None, the output is a list of
-            calls, objects with ``name`` and ``parameters``.
+        name: name of the tool to call. The output is then only the tool's arguments. If None, the output is a list of
+            calls, e.g. ``[{"name": "get_weather", "parameters": {"city": "Rome"}}]``.
         parallel: True if the list may have several calls.
 
     Raises:
@@ -71,9 +71,12 @@ def tool_parameters(i: int, tool: dict[str, Any]) -> Schema:
 
     The type of the result is "object", even if the tool declares no type or a list of types.
 
-    The schema of a tool without parameters allows no arguments. If the tool's ``strict`` is true, objects are closed
-    (:func:`metal_engine.json_schemas.closed.closed`). If ``strict`` is false, objects are marked as open by
-    ``additionalProperties: true``. If ``strict`` is missing, objects stay unchanged.
+    The schema of a tool without parameters allows no arguments. The tool's ``strict`` decides about unlisted properties
+    of the objects in the schema:
+
+    - true: forbidden, by :func:`metal_engine.json_schemas.closed.closed`.
+    - false: allowed explicitly, by ``additionalProperties: true``.
+    - missing: as the tool's schema says.
 
     Args:
         i: index of the tool in the request, for messages.
@@ -99,7 +102,7 @@ def tool_parameters(i: int, tool: dict[str, Any]) -> Schema:
 
 
 def _opened(schema: Any) -> Any:
-    """Return a copy of a schema whose objects allow other properties explicitly, as JSON Schema does by default."""
+    """Return a copy of a schema with ``additionalProperties: true`` in objects that do not limit their properties."""
     if isinstance(schema, list):
         return [_opened(item) for item in schema]
     if not isinstance(schema, dict) or not OPAQUE.isdisjoint(schema):  # opaque schemas are never closed
@@ -116,16 +119,19 @@ def _opened(schema: Any) -> Any:
 
 
 def _within(root: str, reference: str) -> str:
-    """Return a reference to a part of a schema that has moved to the place ``root``."""
+    """Return a reference into a schema that has moved to ``root``: ``#/$defs/0/a`` for ``#/$defs/0`` and ``#/a``."""
     return root + reference[1:]
 
 
 def moved(schema: Any, target: Callable[[str], str]) -> Any:
-    """Return a copy of a schema in which ``target`` replaces each reference within the document.
+    """Return a copy of a schema with new ``$ref`` values. References to other documents stay unchanged.
 
     Args:
-        schema: schema of any kind. Raises RecursionError if it is nested too deeply.
-        target: returns the new reference for a reference that begins with ``#``.
+        schema: JSON schema or a part of a JSON schema.
+        target: takes a reference that begins with ``#``. Returns the new reference.
+
+    Raises:
+        RecursionError: the schema is nested too deeply.
     """
     if isinstance(schema, list):
         return [moved(item, target) for item in schema]
@@ -145,12 +151,12 @@ def moved(schema: Any, target: Callable[[str], str]) -> Any:
 
 
 class ForcedCallSplitter(Splitter):
-    """Splits an output that was forced to match a :func:`forced_schema`.
+    """Splits an output that a grammar has forced to match the result of :func:`forced_schema`.
 
     Arguments are streamed. If the text was cut off, the arguments are incomplete.
 
     Args:
-        name: name of the tool whose arguments the text is; None for a list of calls.
+        name: name of the tool to call, if the output consists of its arguments; None if the output is a list of calls.
         parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
     """
 

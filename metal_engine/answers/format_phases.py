@@ -1,4 +1,7 @@
-"""Phases of an answer in a model's own format: its reasoning, and the grammars of its tool calls."""
+"""Builds the phases of an output (:mod:`metal_engine.output_phases`) for a model's own format.
+
+The phases are reasoning, and tool calls with their grammars.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ _MAX_CACHED = 4_000_000
 
 
 def call_phase(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, parallel: bool) -> CallPhase | None:
-    """Return the grammars of the calls that a model may begin. Caches them, because agents send the same tools again.
+    """Return the marks and grammars of the calls that a model may begin.
+
+    Caches the grammars, because agents send the same tools again.
 
     Return None in these cases:
 
@@ -31,7 +36,7 @@ def call_phase(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, 
     - The grammar of the format is unknown.
     - The format cannot express the name of a tool or of a required argument.
 
-    If the format cannot express a value of a tool's schema, the grammar allows any arguments for that tool.
+    If the format cannot express a required value of a tool's schema, the grammar allows any arguments for that tool.
 
     Args:
         answer_format: output format of the model.
@@ -64,14 +69,14 @@ def _made(syntax: CallSyntax, tools: Sequence[dict[str, Any]], *, parallel: bool
 
 
 def _digest(tools: Sequence[dict[str, Any]]) -> bytes:
-    """Return a hash of the tools' names, ``strict`` flags and parameters, including the order of properties."""
+    """Return a hash of the tools' names, ``strict`` flags and parameters. The order of properties counts."""
     functions = [tool["function"] for tool in tools]
     parts = [(one["name"], one.get("strict"), one.get("parameters")) for one in functions]
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
 class _PhaseCache:
-    """Recently used grammars of calls. Thread-safe."""
+    """LRU cache of the results of :func:`call_phase`, limited to ``_MAX_CACHED`` characters. Thread-safe."""
 
     def __init__(self) -> None:
         self._phases: OrderedDict[Hashable, CallPhase | None] = OrderedDict()  # least recently used first
@@ -79,7 +84,7 @@ class _PhaseCache:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> tuple[bool, CallPhase | None]:
-        """Return True and the phase of a key, which may be None. Return False and None if the key is unknown."""
+        """Return True and the cached phase, or False and None if the key is not cached. A cached phase may be None."""
         with self._lock:
             if key not in self._phases:
                 return False, None
@@ -109,7 +114,7 @@ _CACHE = _PhaseCache()
 
 
 def call_text(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]]) -> CallText:
-    """Return the marks at which tool calls begin, and the search for their end.
+    """Return the marks at which tool calls begin, and the search for the end of a call.
 
     Args:
         answer_format: output format of the model, with a parser of tool calls.

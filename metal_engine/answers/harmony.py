@@ -41,7 +41,10 @@ _MAX_HEADER = 1000
 
 
 class HarmonyCalls:
-    """Implements :class:`metal_engine.answers.answer_format.ToolParser` for calls in the canonical form."""
+    """Parser of gpt-oss's calls in the canonical form ``<|channel|>commentary to=NAME<|message|>ARGUMENTS<|call|>``.
+
+    Implements :class:`metal_engine.answers.answer_format.ToolParser`.
+    """
 
     tool_call_start = f"{_CHANNEL}commentary to="
     tool_call_end = _CALL
@@ -54,7 +57,7 @@ class HarmonyCalls:
 
 
 def harmony_format(*, calls: bool = True) -> AnswerFormat:
-    """Return the output format of gpt-oss. ``calls`` is True if tool calls are parsed."""
+    """Return the output format of gpt-oss. ``calls`` is False to leave tool calls in the text."""
     return AnswerFormat(
         tool=ExactParser(HARMONY, HarmonyCalls()) if calls else None,
         syntax=HARMONY if calls else None,
@@ -72,12 +75,13 @@ def harmony_format(*, calls: bool = True) -> AnswerFormat:
 
 
 class HarmonySplitter(MarkSplitter):
-    """Splits an output in gpt-oss's format. Takes the arguments of ``MarkSplitter``, and ``is_structured``.
+    """Splits an output in gpt-oss's format.
 
     If the output does not begin with a header, its first text is content, because a grammar may force content at once.
 
     Args:
-        is_structured: True if the first content is a structured output, which lasts until the end of the output.
+        is_structured: True if the output has a structured output: its first content, until the end of the output.
+        options: other arguments of ``MarkSplitter``.
     """
 
     def __init__(
@@ -121,7 +125,10 @@ class HarmonySplitter(MarkSplitter):
         return joined(deltas + super().finish(truncated=truncated))
 
     def _take_header(self) -> list[AnswerDelta] | None:
-        """Parse a header. Return the resulting deltas, or None if the header is incomplete."""
+        """Parse the header of a message. Return the resulting deltas, or None if the header is incomplete.
+
+        A text longer than ``_MAX_HEADER`` is not a header. It is parsed as the text of a message.
+        """
         if self._is_first:
             begun = self._raw.lstrip()
             is_begun = any(mark.startswith(begun) for mark in _HEADER_BEGINNINGS)

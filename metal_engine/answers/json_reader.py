@@ -14,11 +14,11 @@ _ESCAPE_BEGUN = re.compile(r"""\\(["\\/bfnrt]|u[0-9a-fA-F]{0,4})?""")
 
 
 class JSONObjectReader:
-    """Parser of one JSON object. Its time is linear in the number of characters.
+    """Parser of one JSON object. Its time is linear in the number of characters, except within a long number.
 
     Attributes:
         done: True if the object is complete.
-        bad: True if the next character cannot be part of the object.
+        bad: True if the text is not a JSON object. Parsing stops before the first invalid character.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,10 @@ class JSONObjectReader:
         self._begun = ""  # current incomplete scalar or escape
 
     def add(self, text: str) -> int:
-        """Parse the next piece of text. Return the number of its characters that belong to the object."""
+        """Parse the next piece of text. Return the number of its characters that belong to the object.
+
+        The number is smaller than the length of ``text`` if the object ends, or becomes invalid, within the piece.
+        """
         at = 0
         while at < len(text) and not (self.done or self.bad):
             at = self._step(text, at)
@@ -52,7 +55,7 @@ class JSONObjectReader:
         return at
 
     def _take(self, ch: str) -> bool:
-        """Parse a character between strings and scalars. Return True if it is allowed there."""
+        """Parse a character outside of strings, numbers and literals. Return False if it is invalid."""
         expects = self._expects
         if ch in "]}" and self._open and ch == self._open[-1]:
             if expects not in ("comma", "first key", "first value"):

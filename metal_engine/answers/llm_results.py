@@ -18,12 +18,11 @@ class GeneratedOutput:
         text: generated text. For a chat, it includes the marks of reasoning and tool calls.
         token_ids: generated token ids.
         finish_reason: ``stop`` or ``length``.
-        stop_reason: stop string or token id that ended the output, if any.
-        logprobs: one entry for each of ``token_ids``; None if not requested.
-        content: text of a chat without reasoning and tool calls. None if the output consists of tool calls only, or if
-            the result is not of a chat.
-        reasoning: reasoning of a chat; None if there is none.
-        tool_calls: tool calls of a chat.
+        stop_reason: stop string or id of the stop token that ended the output; None if neither did.
+        logprobs: log probabilities, one entry for each of ``token_ids``; None if not requested.
+        content: text without reasoning and tool calls; None if the output consists of tool calls only. Only for chats.
+        reasoning: text of the reasoning; None if the model did not reason. Only for chats.
+        tool_calls: tool calls in their order. Only for chats.
     """
 
     index: int
@@ -46,8 +45,11 @@ def _of_first_output(name: str) -> property:
 class GenerationResult:
     """Prompt and its outputs. ``text`` and the other properties are taken from the first output.
 
-    ``prompt_logprobs`` is None if not requested. Otherwise, it has one entry for each prompt token. The entry of the
-    first token is None.
+    Attributes:
+        prompt_token_ids: token ids of the prompt.
+        outputs: the ``n`` outputs, by their index.
+        prompt_logprobs: log probabilities, one entry for each prompt token; None if not requested. The entry of the
+            first token is None.
     """
 
     prompt_token_ids: list[int]
@@ -73,7 +75,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True)
 class EmbeddingResult:
-    """Prompt and its embedding vector, ``outputs.embedding``. The class name is vLLM's."""
+    """Prompt and its embedding vector, ``outputs.embedding``. The names of the class and its fields are vLLM's."""
 
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput

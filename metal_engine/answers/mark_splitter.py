@@ -19,10 +19,10 @@ _QUOTES = frozenset("`'\"")
 
 
 class MarkSplitter(Splitter):
-    """Splits text at marks.
+    """Splits an output at the marks of reasoning and tool calls.
 
-    White space next to a mark is dropped. Between two parts of the content, it is kept as a separator
-    (:class:`metal_engine.answers.splitter.ContentGaps`).
+    White space next to a mark is dropped. If the mark is between two parts of the content, the white space is kept as
+    their separator (:class:`metal_engine.answers.splitter.ContentGaps`).
 
     Calls within reasoning are returned as reasoning. If the model itself ends an output without an end mark of
     reasoning, calls at the end of the output are parsed as calls.
@@ -34,7 +34,7 @@ class MarkSplitter(Splitter):
         parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
         incremental: True to stream a call's arguments if the format allows it.
         drops_end: True to drop end marks of reasoning from the content, except after a quote character. A model may
-            write such a mark if a budget or the prompt has ended its reasoning.
+            still write its end mark after a budget or the prompt has ended the reasoning.
     """
 
     def __init__(
@@ -92,10 +92,9 @@ class MarkSplitter(Splitter):
         return self.take(text, len(text))
 
     def take(self, text: str, length: int) -> list[AnswerDelta]:
-        """Parse text that stands for the next ``length`` characters of the output. Return the resulting deltas.
+        """Parse the next ``length`` characters of the output, which the caller may have replaced by ``text``.
 
-        The length of ``text`` may differ if the caller has replaced a part of the output. ``reasoning_bounds`` counts
-        characters of the output.
+        ``reasoning_bounds`` counts characters of the original output. Return the resulting deltas.
         """
         searched = len(self._text)
         self._text += text
@@ -157,8 +156,10 @@ class MarkSplitter(Splitter):
     def _next_mark(self, searched: int) -> tuple[int, str] | None:
         """Return position and text of the first mark that ends the current state; None if there is none.
 
-        The returned text is empty if a call begins there without its opening mark. The first ``searched`` characters
-        contain no whole mark.
+        The returned text is empty if a call begins at the position without an opening mark.
+
+        Args:
+            searched: number of characters at the start of the text that contain no whole mark.
         """
         if self._state == "call":
             return self._call_end.find(self._text)
@@ -208,7 +209,10 @@ class MarkSplitter(Splitter):
         return before_mark
 
     def _give_out(self) -> list[AnswerDelta]:
-        """Return the received text, except a suffix that may belong to a mark, and the white space before it."""
+        """Return the received text as deltas.
+
+        Hold back a suffix that may belong to a mark, and the white space before that suffix.
+        """
         assert self._state != "call"
         text = self._text
         held = max(overlap(text, mark) for mark in self._marks[self._state])
@@ -229,14 +233,14 @@ class MarkSplitter(Splitter):
         return [self._shown(text[begin:end])]
 
     def _stripped(self, text: str) -> str:
-        """Return text after a mark without the white space at its start. In content, record that space as a gap."""
+        """Return ``text`` without the white space at its start. In content, add that white space to the gaps."""
         stripped = text.lstrip()
         if self._state == "content":
             self._gaps.add(text[: len(text) - len(stripped)])
         return stripped
 
     def _shown(self, text: str, state: Literal["content", "reasoning"] | None = None) -> TextDelta:
-        """Return the delta of a text that belongs to ``state``; None stands for the current state."""
+        """Return the delta of ``text`` as content or reasoning. ``state`` None is the current state."""
         kind = state or self._state
         assert kind != "call"
         if kind == "content":
@@ -255,7 +259,7 @@ class MarkSplitter(Splitter):
 
 
 class _CallsAtEnd:
-    """Finds calls at the end of reasoning.
+    """Search for calls at the end of reasoning that has no end mark.
 
     Args:
         tool: parser of the call format.
@@ -291,7 +295,7 @@ class _CallsAtEnd:
 
 
 class _BareOpenings:
-    """Openings of calls without a mark, one for each tool."""
+    """Search for calls that begin without a mark, by the text at their start (:class:`BareOpening`) for each tool."""
 
     def __init__(self, opening: BareOpening, names: Sequence[str]) -> None:
         self._before = opening.before
@@ -318,7 +322,7 @@ class _BareOpenings:
         return found.start()
 
     def overlap(self, text: str) -> int:
-        """Return the length of the text's end that could become an opening when more text arrives."""
+        """Return the length of the suffix of ``text`` that could become an opening when more text arrives."""
         if not self._is_possible:
             return 0
         at = text.rfind(self._before, max(len(text) - self._longest, 0))

@@ -13,8 +13,9 @@ class Splitter:
     This base class returns all text as content. Subclasses parse reasoning and tool calls.
 
     Attributes:
-        reasoning_bounds: positions at which reasoning begins and ends, alternating, in characters of the text so far.
-            Reasoning begins after its first mark and ends after its second mark. The list grows with the text.
+        reasoning_bounds: positions at which reasoning begins and ends, alternating, e.g. ``[7, 90]``, in characters of
+            the output. Reasoning begins after its opening mark and ends after its closing mark. The list grows with the
+            output.
     """
 
     reasoning_bounds: Sequence[int] = ()
@@ -25,7 +26,7 @@ class Splitter:
         return 0
 
     def add(self, text: str) -> list[AnswerDelta]:
-        """Parse the next piece of text. Return the deltas that are certain."""
+        """Parse the next piece of text. Return the deltas that later text cannot change."""
         return [TextDelta("content", text)] if text else []
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
@@ -45,13 +46,13 @@ class ContentGaps:
         self._has_content = False
 
     def add(self, space: str) -> None:
-        """Record white space at a mark. The first white space since the last content is used."""
+        """Record white space at a mark. If several are recorded since the last content, the first one is used."""
         self._gap = self._gap or space
 
     def before(self, text: str) -> str:
-        """Return ``text``, the next content, with the recorded white space before it.
+        """Return the next content, ``text``, with the recorded white space before it. Delete the record.
 
-        The white space is dropped before the first content, and if ``text`` begins with white space.
+        The white space is left out before the first content, and if ``text`` itself begins with white space.
         """
         gap, self._gap = self._gap, ""
         if not self._has_content or text[:1].isspace():

@@ -43,7 +43,7 @@ class ReasoningThenContentSplitter(Splitter):
         return self._take_all("reasoning" if self._state == "reasoning" else "content")
 
     def _find_start(self) -> None:
-        """Leave the state ``start`` once the text begins with the opening mark, or cannot begin with it any more."""
+        """Leave the state ``start`` once it is certain whether the output begins with the opening mark of reasoning."""
         begun = self._text.lstrip()
         if begun.startswith(self._marks.start):
             self._cross("reasoning", begun[len(self._marks.start) :])
@@ -74,7 +74,7 @@ class ReasoningThenContentSplitter(Splitter):
         self.reasoning_bounds.append(self._num_received - len(rest))
 
     def _take_all(self, kind: Literal["reasoning", "content"]) -> list[AnswerDelta]:
-        """Return the text as one delta, without white space after a mark."""
+        """Return the received text as one delta. White space directly after a mark is dropped."""
         if self._after_mark:
             self._text = self._text.lstrip()
         if not self._text:
@@ -84,7 +84,7 @@ class ReasoningThenContentSplitter(Splitter):
 
 
 class CallsOrStructureSplitter(Splitter):
-    """Splits content that is either tool calls or a structured output, whose text has no marks.
+    """Splits content that is either tool calls or a structured output. Marks in the structured output are text.
 
     Args:
         mark: mark at the beginning of tool calls.
@@ -117,7 +117,7 @@ class CallsOrStructureSplitter(Splitter):
 
 
 class HandoverSplitter(Splitter):
-    """Splits an output with two splitters: the second one splits the content of the first one.
+    """Splits an output with two splitters in sequence: ``rest`` splits the text that ``first`` returns as content.
 
     Args:
         first: splitter that separates the reasoning.

@@ -11,14 +11,15 @@ Tool = dict[str, Any]
 
 
 def faulty_tool(tools: Sequence[Tool], compile_calls: Callable[[list[Tool]], object]) -> int | None:
-    """Return the index of a tool whose grammar cannot be compiled. Return None if no single tool is at fault.
+    """Return the index of a tool whose grammar cannot be compiled. Return None if the search fails.
 
-    For example, each tool may compile alone, while all tools together are too complex. This function halves the list
-    repeatedly. Its work is at most twice the work of compiling all tools.
+    The search halves the list repeatedly. It finds no tool if, for example, each tool compiles alone and only all tools
+    together are too complex. Its work is at most twice the work of compiling all tools.
 
     Args:
-        tools: tools whose grammar failed to compile together.
-        compile_calls: compiles the grammar of calls of some tools. Raises ParameterError on failure.
+        tools: tools whose common grammar failed to compile.
+        compile_calls: takes some of the tools and compiles the grammar of their calls. Raises ParameterError on
+            failure.
     """
     low, high = 0, len(tools)
     while high - low > 1:

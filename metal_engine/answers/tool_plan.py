@@ -1,4 +1,4 @@
-"""Plans the use of a request's tools: which tools are described to the model, and which tools it must call."""
+"""Plans the use of a request's tools: where they are described to the model, and whether the model must call them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class ToolPlan:
     """Use of a request's tools. Tools are in OpenAI's form.
 
     Attributes:
-        shown: tools passed to the chat template.
-        prompted: tools that a system message describes instead, for templates that do not support tools.
-        parsed: tools whose calls are parsed from the text.
+        shown: tools passed to the chat template; empty if ``prompted`` has the tools.
+        prompted: tools that a system message describes, because the chat template does not support tools.
+        parsed: tools whose calls are parsed from the text in the model's call format. Empty if ``forced``.
         asked_for: True if the client requires a call.
         forced: True if a grammar makes the output consist of tool calls only, after its reasoning.
-        name: name of the only tool that must be called; None if there is no such tool.
+        name: name of the tool that must be called; None if the model may choose.
         parallel: True if several calls are allowed.
-        parser: parser of the model's own call format; None if unknown.
+        parser: parser of the call format that the system message asks for; None for ``JSON_CALLS``, and without
+            ``prompted``.
     """
 
     shown: list[Tool] = field(default_factory=list)
@@ -41,11 +42,15 @@ class ToolPlan:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """JSON schema of a forced output. Raises ParameterError if a tool's parameters have no valid schema."""
+        """JSON schema of a forced output.
+
+        Raises:
+            ParameterError: a tool's parameters are not a valid schema of an object.
+        """
         return forced_schema(self.shown or self.prompted, self.name, parallel=self.parallel)
 
     def narrowed(self, tools: list[Tool]) -> ToolPlan:
-        """Return this plan for only some of its tools. Sets ``name`` to None, so that each of them may be called."""
+        """Return this plan for only some of its tools. Its ``name`` is None: the model may call any of ``tools``."""
         shown, prompted = (tools, []) if self.shown else ([], tools)
         return replace(self, shown=shown, prompted=prompted, parsed=tools if self.parsed else [], name=None)
 
@@ -53,8 +58,8 @@ class ToolPlan:
     def instructions(self) -> str | None:
         """Additional text for the system message; None if there is none.
 
-        It describes the tools to the model if its chat template does not. It asks for a call if the client requires one
-        that no grammar forces.
+        The text describes the tools if the chat template does not support tools. The text asks for a call if the client
+        requires a call that no grammar forces.
         """
         if self.forced:
             return forced_instructions(self.prompted, self.name) if self.prompted else None
@@ -91,8 +96,13 @@ def plan_tools(
         forces_calls: True if a grammar forces the calls of ``required``. Otherwise, the prompt asks for them.
 
     Raises:
-        ParameterError: the choice does not fit the tools, or the model does not support it; a tool's parameters are not
-            a JSON schema.
+        ParameterError: in these cases:
+
+            - A call is required without tools, or of a tool that is not among ``tools``.
+            - The choice is ``auto``, which is turned off on this server.
+            - Two tools have the same name.
+            - A tool's parameters are not a JSON schema.
+            - The model's call format is unknown, and the tools are not described by a system message.
     """
     if not tools:
         if choice not in (None, "none", "auto"):

@@ -15,9 +15,9 @@ Tool = dict[str, Any]
 
 
 def prompted_format(answer_format: AnswerFormat) -> AnswerFormat:
-    """Return the output format for tools that a system message describes.
+    """Return the output format of a model whose tools are described by a system message.
 
-    Uses the model's own call format, or the format of ``JSON_CALLS`` if the model's format is unknown.
+    The result has the model's own call format, or the format of ``JSON_CALLS`` if the model's format is unknown.
     """
     if answer_format.tool is not None:
         return answer_format
@@ -56,9 +56,9 @@ def with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[st
 
 
 def forced_instructions(tools: Sequence[Tool], name: str | None) -> str:
-    """Return the text that describes the tools that a model must call.
+    """Return the text that describes the tools to a model if a grammar forces its calls.
 
-    The model must call the tool ``name``, or write a list of calls if ``name`` is None.
+    The text asks for the arguments of a call of ``name``. If ``name`` is None, the text asks for a list of calls.
     """
     functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     if name is not None:
@@ -77,7 +77,7 @@ def written_calls(content: str, calls: Iterable[tuple[str, str]], parser: ToolPa
     Args:
         content: text before the calls.
         calls: name and arguments of each call. The arguments are JSON.
-        parser: parser of the model's own call format, as for :func:`instructions`.
+        parser: parser of the model's own call format; None for ``JSON_CALLS``.
     """
     start, end = (parser or JSON_CALLS).tool_call_start, (parser or JSON_CALLS).tool_call_end
     written = [

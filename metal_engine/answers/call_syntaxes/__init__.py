@@ -1,1 +1,1 @@
-"""Exact forms of tool calls, each with a grammar for the model's output and a reader for it."""
+"""Exact forms of tool calls. Each form has a grammar that constrains the model, and a reader of the resulting text."""

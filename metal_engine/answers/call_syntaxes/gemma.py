@@ -38,12 +38,12 @@ _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+
 
 @dataclass(frozen=True)
 class GemmaSyntax:
-    """Exact form of the calls. Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`.
+    """Exact form of Gemma's calls. Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`.
 
     Attributes:
         mark: mark that begins a call.
         end: mark that ends a call.
-        quote: text before and after a string.
+        quote: text before and after a string, e.g. ``<escape>``.
     """
 
     mark: str
@@ -74,10 +74,10 @@ class GemmaSyntax:
         return [{"name": opening["name"], "arguments": arguments}]
 
     def _read(self, text: str, at: int) -> tuple[str, int]:
-        """Return the value at a position as JSON text, and the position after it.
+        """Return the value at a position as JSON text, and the position after the value.
 
         Raises:
-            ValueError: there is no value.
+            ValueError: no value in this format begins at the position, or the value is incomplete.
         """
         if text.startswith(self.quote, at):
             start = at + len(self.quote)
@@ -114,7 +114,11 @@ class GemmaSyntax:
 
 
 def _after_comma(text: str, at: int, end: str) -> int:
-    """Return the position after the next comma, or the position of ``end``. Raises ValueError if neither comes next."""
+    """Skip white space and a comma. Return the position after them, or the position of ``end`` in place of the comma.
+
+    Raises:
+        ValueError: neither a comma nor ``end`` follows.
+    """
     at = after_space(text, at)
     if text.startswith(end, at):
         return at
@@ -131,7 +135,8 @@ def _repeated(item: str, low: int, high: int | None) -> str:
 class _Values:
     """Builds the rules for values that a tool's schema allows.
 
-    Constraints between the properties of an object, and between the items of a list, are not enforced.
+    Does not enforce keywords that relate several properties of an object or several items of a list, such as
+    ``uniqueItems``.
     """
 
     def __init__(self, rules: Rules, tool: ToolSchema, quote: str) -> None:
@@ -188,10 +193,9 @@ class _Values:
         return self._referenced[""]
 
     def _merged(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a schema with the keywords of the members of its ``allOf`` in place of ``allOf``.
+        """Return a copy of a schema in which ``allOf`` is replaced by the keywords of its members.
 
-        A keyword of a later member replaces the same keyword of an earlier member. Keywords of the schema itself
-        replace both.
+        If a keyword occurs several times, the schema's own keyword wins, then the keyword of the last member.
         """
         merged: dict[str, Any] = {}
         for one in (*listed(schema, "allOf"), {key: value for key, value in schema.items() if key != "allOf"}):
@@ -201,9 +205,11 @@ class _Values:
         return merged
 
     def _first_of(self, options: Sequence[Any], rule: Callable[[Any], str]) -> str:
-        """Return the name of a rule that derives any one of ``options`` (values or schemas).
+        """Return the name of a rule that matches any one of the options. Leave out options that cannot be expressed.
 
-        Leaves out options that cannot be expressed.
+        Args:
+            options: values, schemas or types.
+            rule: takes an option. Returns a Lark expression for it, or raises NotExpressibleError.
 
         Raises:
             NotExpressibleError: no option can be expressed.
@@ -272,11 +278,11 @@ class _Values:
         return self._rules.rule(f'"[" {GAP} {items} {GAP} "]"')
 
     def _tuple(self, prefix: list[str], item: str | None, low: int, high: int | None) -> str:
-        """Return an expression for the items of a list whose first items have separate schemas.
+        """Return an expression for the items of a list with ``prefixItems``: schemas for its first items.
 
         Args:
-            prefix: rules for the first items.
-            item: rule for the items after ``prefix``; None if there are none.
+            prefix: names of the rules for the first items, in their order.
+            item: name of the rule for each item after ``prefix``; None if no more items are allowed.
             low: least number of items.
             high: greatest number of items; None: no limit.
         """

@@ -26,15 +26,17 @@ def _object(rules: Rules, tool: ToolSchema) -> str:
 
 @dataclass(frozen=True)
 class JSONSyntax:
-    """Exact form of calls. Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`.
+    """Exact form of calls with JSON arguments.
+
+    Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`.
 
     Attributes:
-        marks: for each mark that begins calls, a function that returns the definition of the rule ``call``. Its
-            parameters are the rules, the tools, and True if one mark may begin several calls.
+        marks: pairs of a mark that begins calls, and a function ``(rules, tools, parallel)`` that returns the
+            definition of the rule ``call`` for this mark. ``parallel`` is True if the mark may begin several calls.
         head: pattern for the start of each call, with the groups ``name`` and, optionally, ``id``.
         tail: pattern for the text after the arguments of a call.
         end: pattern for the text after the last call.
-        whole: marks of calls that are the whole content.
+        whole: marks that begin a call only if the call is the whole content.
     """
 
     marks: tuple[tuple[str, Callable[[Rules, Sequence[ToolSchema], bool], str]], ...]
@@ -68,7 +70,7 @@ class JSONSyntax:
 
 
 def json_call(rules: Rules, tools: Sequence[ToolSchema]) -> str:
-    """Return a Lark expression for a call that is a JSON object with ``name`` and ``arguments``."""
+    """Return a Lark expression for a call of one of the tools: a JSON object with ``name`` and ``arguments``."""
     options = [
         f"{string(json.dumps(tool.name, ensure_ascii=False))} {GAP} "
         f'"," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {_object(rules, tool)}'
@@ -224,10 +226,11 @@ DEEPSEEK_V31 = _deepseek("", "<｜tool▁sep｜>", "")
 
 
 def _harmony_call(rules: Rules, tools: Sequence[ToolSchema], header: str) -> str:
-    """Return the definition of the rule ``call``.
+    """Return the definition of the rule ``call`` for gpt-oss. The rule begins with the recipient, ``functions.NAME``.
 
     Args:
-        header: Lark expression for the message's header after the recipient.
+        header: Lark expression for the part of the message's header between the recipient and the content type; empty
+            if there is none.
     """
     kind = f'(" "? {mark("<|constrain|>")} "json" | " json")?'
     calls = [

@@ -1,4 +1,4 @@
-"""Builds Lark rules in llguidance's dialect, with ``@"text"`` for text that may contain special tokens."""
+"""Builds grammars in llguidance's Lark dialect, with ``@"text"`` for text that may contain special tokens."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ def string(text: str) -> str:
 
 
 def mark(text: str) -> str:
-    """Return ``@"text"``, which stands for a text that may contain special tokens.
+    """Return ``@"text"``, a placeholder for a text that may contain special tokens.
 
-    :mod:`metal_engine.grammars.marks` replaces it by the special tokens of a vocabulary.
+    :mod:`metal_engine.grammars.marks` replaces the placeholder by special tokens of the model's vocabulary and strings.
     """
     return "@" + json.dumps(text, ensure_ascii=False)
 
 
 def json_value(schema: Any, *, strict: bool) -> str:
-    """Return an expression for a JSON value with bounded white space.
+    """Return a Lark expression for a JSON value with at most 20 characters of white space between its tokens.
 
     Args:
-        schema: JSON schema that depends on no other document.
-        strict: True to refuse schemas with keywords that llguidance cannot enforce. Otherwise, they are ignored.
+        schema: JSON schema. Its references must be within it.
+        strict: True to make the compilation fail if llguidance cannot enforce a keyword of the schema. Otherwise,
+            such keywords are ignored.
     """
     if not isinstance(schema, dict):
         schema = {} if schema else {"not": {}}
@@ -54,7 +55,7 @@ def containing(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text as a part of a regular expression between slashes."""
+    """Return a regular expression, to be put between slashes, that matches exactly ``text``."""
     return re.escape(text).replace("/", r"\/").replace("\n", "n").replace("@", r"\x40")
 
 
@@ -64,11 +65,11 @@ _MAX_LENGTH = 4_000_000
 
 
 class NotExpressibleError(Exception):
-    """Raised if a grammar cannot express the name of a tool or of an argument, or a value, or becomes too long."""
+    """Raised if a grammar becomes too long, or cannot express a value or the name of a tool or of an argument."""
 
 
 class NameNotExpressibleError(NotExpressibleError):
-    """Raised if a grammar cannot express a name."""
+    """Raised if a grammar cannot express the name of a tool or of a required argument."""
 
 
 class TextNotExpressibleError(NotExpressibleError):
@@ -84,7 +85,7 @@ class TextNotExpressibleError(NotExpressibleError):
 
 
 class Rules:
-    """Rules and terminals of one grammar. Equal definitions share a name."""
+    """Rules and terminals of one grammar, by their names. Equal definitions get the same name."""
 
     def __init__(self) -> None:
         self._named: dict[str, str] = {}
@@ -110,34 +111,34 @@ class Rules:
         return self._shared("T", definition)
 
     def reserve(self) -> str:
-        """Return the name of a rule that is defined later, by :meth:`define`."""
+        """Return the name of a new rule without a definition, for recursive rules. :meth:`define` must define it."""
         name = f"r{len(self._named)}"
         self._named[name] = ""
         return name
 
     def define(self, name: str, definition: str) -> None:
-        """Define a reserved rule."""
+        """Define the rule ``name``, which :meth:`reserve` has returned."""
         assert self._named[name] == ""
         self._named[name] = definition
 
     def text_until(self, terminal: str, end: str) -> str:
-        """Return the name of a rule for a text that matches ``terminal``, followed by the first ``end``."""
+        """Return the name of a rule for a text that matches ``terminal``, and ``end`` at its first occurrence."""
         return self._shared("r", terminal, f"[suffix={mark(end)}]")
 
     def arguments(self, tool: ToolSchema, expression: Callable[[ToolSchema], str]) -> str:
         """Return the name of a rule for the arguments of a tool.
 
-        The rule allows arguments of any kind if the grammar cannot express a value of the tool's schema, or becomes too
-        long.
+        The rule allows arguments of any kind if ``expression`` raises NotExpressibleError for the tool, or if the
+        grammar becomes too long.
 
         Args:
             tool: the tool.
-            expression: returns a Lark expression for the arguments that a tool's schema allows.
+            expression: takes a ToolSchema. Returns a Lark expression for the arguments that the schema allows.
 
         Raises:
             NameNotExpressibleError: the grammar cannot express the name of a required argument.
-            ParameterError: a required value can only be a text with a mark of the format, or the tool's parameters are
-                not the schema of an object.
+            ParameterError: every text that the schema allows for a required argument contains a mark of the format, or
+                the tool's parameters are not the schema of an object.
         """
         open_rule = self.rule(expression(tool.opened))
         self._is_limited = True
@@ -168,9 +169,13 @@ class Rules:
     def trigger(
         self, mark: str, call: str, heads: tuple[tuple[str, str], ...] = (), *, is_whole: bool = False
     ) -> CallTrigger:
-        """Return the trigger of a mark. Its grammar has these rules, and a rule ``call`` with the definition ``call``.
+        """Return a trigger whose grammar has all rules of this object, and the rule ``call``.
 
-        ``heads`` and ``is_whole`` are attributes of :class:`metal_engine.output_phases.CallTrigger`.
+        Args:
+            mark: mark that begins the call.
+            call: definition of the rule ``call``.
+            heads: attribute of :class:`metal_engine.output_phases.CallTrigger`.
+            is_whole: attribute of ``CallTrigger``.
         """
         lines = [f"call: {call}"]
         for name, definition in self._named.items():

@@ -33,11 +33,11 @@ _QUOTES = Quotes({'"': r'(?s:\\.)|"', "'": r"(?s:\\.)|'"}, after=":,)]}")
 
 
 def in_order(rules: Rules, items: Sequence[tuple[str, bool]], others: str | None) -> str:
-    """Return the name of a rule for a list of items with commas between them.
+    """Return the name of a rule for items in a fixed order, with commas between them.
 
     Args:
-        items: expressions in their order, each with True if it must occur.
-        others: expression for more items at the end; None if there are none.
+        items: Lark expression of each item, and True if the item must occur.
+        others: Lark expression for any number of further items at the end; None if no others are allowed.
     """
     comma = f'{GAP} "," {GAP}'
     first = rules.rule(f'{others} ({comma} {others})* | ""' if others else '""')
@@ -50,20 +50,27 @@ def in_order(rules: Rules, items: Sequence[tuple[str, bool]], others: str | None
 
 
 def other_names(rules: Rules, listed: Sequence[Argument], pattern: str) -> str:
-    """Return the name of a terminal for names other than those of ``listed``. ``pattern`` is in slashes."""
+    """Return the name of a terminal for names of arguments that are not in ``listed``.
+
+    Args:
+        listed: arguments with their own rules.
+        pattern: regular expression, in slashes, that the names must match.
+    """
     known = rules.terminal(" | ".join([string(""), *(string(one.name) for one in listed)]))
     return rules.terminal(f"{pattern} & ~{known}")
 
 
 @dataclass(frozen=True)
 class PythonicSyntax:
-    """Exact form of the calls. Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`.
+    """Exact form of calls in Python's syntax.
+
+    Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`.
 
     Attributes:
         mark: mark that begins the calls.
         end: mark that ends the calls.
-        has_lines: True if each call has a line of its own; False for a list, which may also be the whole content,
-            without the marks.
+        has_lines: True if each call has a line of its own. False if the calls are a Python list; without the marks,
+            such a list may also be the whole content.
     """
 
     mark: str
@@ -86,7 +93,12 @@ class PythonicSyntax:
         return marked, rules.trigger("[", f"{bare} {more}", heads, is_whole=True)
 
     def _calls(self, rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> tuple[str, str, dict[str, str]]:
-        """Return a rule for one call, a rule for all text after it, and rules for the arguments by name of the tool."""
+        """Return the names of the rules of a list of calls, or of calls on lines.
+
+        Returns:
+            The rule for the first call, the rule for all text after the first call, and for each name of a tool the
+            rule for the text after the opening parenthesis.
+        """
         arguments = {}
         for tool in tools:
             listed = rules.arguments(tool, partial(self._arguments, rules))
@@ -137,7 +149,10 @@ class PythonicSyntax:
     def _read_arguments(self, text: str, at: int, tool: ToolSchema) -> tuple[str, int] | None:
         """Return the arguments that begin at a position, as JSON text, and the position after the call.
 
-        Return None if the text is not in this form. Raises ValueError if a value is not JSON.
+        Return None if the text is not in this form.
+
+        Raises:
+            ValueError: a value is not JSON.
         """
         listed = {argument.name for argument in tool.arguments()[0]}
         written: dict[str, str] = {}

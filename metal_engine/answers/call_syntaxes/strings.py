@@ -1,4 +1,4 @@
-"""Terminals for strings that a format writes as they are, without quotes: raw text up to a mark."""
+"""Builds Lark terminals for strings in formats that write them as raw text up to a mark, without quotes or escapes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ _MAX_DEPTH = 32
 
 
 def text_terminal(rules: Rules, tool: ToolSchema, schema: Any, *, end: str, without: Sequence[str] = ()) -> str | None:
-    """Return the name of a terminal for the strings that a schema allows; None if it allows none.
+    """Return the name of a terminal for the strings that a schema allows; None if the schema allows no string.
 
-    Formats of strings, such as dates, are not enforced, and neither are patterns that terminals cannot express.
+    The terminal does not enforce the keyword ``format``, and no ``pattern`` that terminals cannot express.
 
     Args:
         rules: rules to which terminals are added.
         tool: tool to which the schema belongs.
         schema: schema of the value.
         end: text that ends the value. If the schema limits the strings, the terminal excludes strings that contain
-            ``end``. If the schema allows every string, the terminal includes them: the value ends at the first ``end``.
-        without: regular expressions, in slashes, for texts that are not allowed.
+            ``end``. If the schema allows every string, no such exclusion is needed: the value ends at the first
+            ``end``.
+        without: regular expressions, in slashes. The terminal excludes the strings that match one of them.
     """
     strings = _Strings(rules, tool, [containing(end), *without])
     found = strings.terminal(schema, 0)
@@ -41,13 +42,16 @@ def text_terminal(rules: Rules, tool: ToolSchema, schema: Any, *, end: str, with
 
 
 def length_limits(schema: dict[str, Any], low: str, high: str) -> tuple[int, int | None]:
-    """Return the least and the greatest length from the keywords ``low`` and ``high``. They default to 0 and None."""
+    """Return the values of the keywords ``low`` and ``high``, such as ``minItems`` and ``maxItems``.
+
+    The default of ``low`` is 0. The default of ``high`` is None: no limit.
+    """
     least, most = schema.get(low), schema.get(high)
     return least if isinstance(least, int) else 0, most if isinstance(most, int) else None
 
 
 def is_limited(tool: ToolSchema, schema: Any) -> bool:
-    """Return True if a schema allows only some strings, or none."""
+    """Return True if a schema excludes some strings, or all."""
     return _Strings(Rules(), tool).terminal(schema, 0) != _Strings(Rules(), tool).any_text
 
 
@@ -108,9 +112,10 @@ class _Strings:
 
 
 def _terminal_of(pattern: str) -> str | None:
-    """Return the regular expression of a terminal for a JSON schema's pattern; None if a terminal cannot express it.
+    """Return the keyword ``pattern`` of a JSON schema as a Lark regular expression, in slashes.
 
-    A JSON schema's pattern may match anywhere in a text, whereas a terminal matches the whole text.
+    Return None if a terminal cannot express the pattern. A JSON schema's pattern may match anywhere in a text, whereas
+    a terminal matches the whole text.
     """
     if _UNKNOWN.search(pattern):
         return None
@@ -132,7 +137,7 @@ def _terminal_of(pattern: str) -> str | None:
 
 
 def _has_top_level_choice(pattern: str) -> bool:
-    """Return True if a pattern has alternatives outside of parentheses, so that an anchor belongs to only one."""
+    """Return True if a pattern has alternatives outside of parentheses. An anchor belongs to only one alternative."""
     depth = 0
     for found in re.finditer(r"\\.|\[(?:\\.|[^\]\\])*\]|([()|])", pattern, re.DOTALL):
         if found[1] == "|" and not depth:

@@ -15,19 +15,19 @@ from metal_engine.output_phases import CallTrigger
 
 @dataclass(frozen=True)
 class Quotes:
-    """Forms of the quoted parts of a call. In a quoted part, the mark that ends the call is text.
+    """Forms of the quoted parts of a call, such as strings. In a quoted part, the mark that ends the call is text.
 
     Attributes:
         pairs: maps the text that begins a part to a regular expression. The expression matches the end of the part, or
             an escape within the part, which begins with a backslash.
-        broken: regular expression for text that a part cannot contain. Empty if there is no such text.
-        after: allowed characters after a part and optional white space. Empty if any character may follow.
-        value: pattern for the text of a part up to its value, with the group ``name``; None if a value has no name.
-        is_json: takes the name of a value. Returns True if a value that begins like a JSON object or array is JSON. A
-            part with JSON ends at the first end outside of JSON strings.
-
-    The model has left out the end of a part if the part contains ``broken``. The same holds if ``after`` lacks the
-    character that follows a part.
+        broken: regular expression for text that proves that the model left out the end of the part. Empty if no text
+            proves this.
+        after: characters that may follow a part and optional white space. Any other character proves that the model
+            left out the end of the part. Empty if any character may follow.
+        value: pattern for the text of a part before its value, such as an opening tag. The group ``name`` is the name
+            of the value. None if values have no names.
+        is_json: takes the name of a value. Returns True if the value is JSON whenever it begins with ``{`` or ``[``. A
+            part with JSON ends at the first end that is not in a JSON string.
     """
 
     pairs: dict[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ JSON_QUOTES = Quotes({'"': r'\\.|"'}, r"[\x00-\x1f]", ",:}]")
 
 
 class CallSyntax(Protocol):
-    """Exact form of the calls of one format."""
+    """Exact form of the calls of one format: a grammar, and a reader of the texts that the grammar allows."""
 
     def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
         """Return the forms of the quoted parts in calls of ``tools``."""
@@ -63,22 +63,25 @@ class CallSyntax(Protocol):
         ...
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
-        """Return the calls in the text between the marks of a call; None if the grammar does not allow the text.
+        """Return the calls in the text between two marks; None if the grammar does not allow the text.
 
-        The arguments of the calls are JSON texts. Raises an exception of any type in rare cases of invalid JSON.
+        Each call is a dict with ``name``, ``arguments`` (JSON text) and optionally ``id``.
+
+        Raises:
+            Exception: the text contains invalid JSON, in some cases. The type varies.
         """
         ...
 
 
 class ExactParser:
-    """Parser of the texts that a grammar allows. Passes other texts to another parser, which may be lenient.
+    """Parser that first reads a text by its exact form, and passes other texts to a second, lenient parser.
 
-    If neither the grammar nor the other parser fits a text, the text is read once more with arguments of any type. The
-    reason is that a grammar allows any arguments if it cannot express their schema.
+    If both fail, the text is read by its exact form once more, with arguments of any type. The reason is that a grammar
+    allows any arguments if it cannot express their schema.
 
     Args:
         syntax: exact form of the calls.
-        parser: parser of other texts.
+        parser: lenient parser. Its marks are the marks of this parser.
     """
 
     def __init__(self, syntax: CallSyntax, parser: ToolParser) -> None:
@@ -88,7 +91,7 @@ class ExactParser:
         self._parser = parser
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> Any:
-        """Return the calls in a text. Raises an exception of any type if there are none."""
+        """Return the calls in a text. Raises the exception of the lenient parser, of any type, if all readings fail."""
         schemas = tool_schemas(tools or ())
         if calls := self._read(text, schemas):
             return calls
@@ -117,7 +120,7 @@ def choice(options: Sequence[str]) -> str:
 
 
 def checked_name(pattern: re.Pattern[str], name: str) -> str:
-    """Return ``name``. Raises NameNotExpressibleError if the whole name does not match ``pattern``."""
+    """Return ``name`` unchanged. Raises NameNotExpressibleError if ``pattern`` does not match the whole name."""
     if pattern.fullmatch(name) is None:
         raise NameNotExpressibleError
     return name

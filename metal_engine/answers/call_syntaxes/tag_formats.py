@@ -1,4 +1,4 @@
-"""Formats of calls as tags."""
+"""Formats of calls as tags, one for each family of models, as instances of ``TagSyntax``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QWEN3_CODER = TagSyntax(
 
 
 def _glm(form: type[TagSyntax], prefix: str = "") -> TagSyntax:
-    """Return the form of GLM's calls. ``prefix`` is the beginning of all tag names."""
+    """Return the form of GLM's calls, as an instance of ``form``. All tag names begin with ``prefix``."""
     return form(
         mark=f"<{prefix}tool_call>",
         call="{name}",

@@ -29,8 +29,8 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 class TagSyntax:
     """Exact form of calls as tags. Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`.
 
-    Templates may have ``{name}``, ``{number}`` (one to three digits), ``{type}`` (a word for the type of an argument)
-    and ``~`` (optional white space).
+    Templates are texts that may contain ``{name}``, ``{number}`` (one to three digits), ``{type}`` (a word for the type
+    of an argument) and ``~`` (optional white space), e.g. ``<parameter={name}>``.
 
     Attributes:
         mark: mark that begins the calls.
@@ -41,12 +41,13 @@ class TagSyntax:
         call_end: closing tag of a call; empty if ``end`` follows the arguments.
         end: mark that ends the calls.
         without: texts that a string value cannot contain.
-        hidden: prefix of string values that the reader decodes, such as ``<![CDATA[``; empty if there are none.
+        hidden: prefix of encoded strings, such as ``<![CDATA[``, which the reader decodes; empty if the format has no
+            encoded strings.
         several: True if one mark may begin several calls.
         bare: True if a call may begin with its opening tag, without the mark.
-        pad: text that may precede and follow each value.
-        python: True if the format also writes ``True``, ``False`` and ``None``.
-        untyped: JSON types that the grammar allows for a value if its schema allows every type.
+        pad: text that may precede and follow each value, such as a line break.
+        python: True if values may also be Python's ``True``, ``False`` and ``None``.
+        untyped: JSON types that the grammar allows for a value whose schema does not limit the type.
     """
 
     mark: str
@@ -128,7 +129,15 @@ class TagSyntax:
         return rules.rule(" ".join([*parts, *ending]))
 
     def _argument(self, rules: Rules, tool: ToolSchema, name: str, schema: Any) -> str:
-        """Return the name of a rule for an argument. ``name`` is a Lark expression."""
+        """Return the name of a rule for an argument: opening tag, value and closing tag.
+
+        Args:
+            name: Lark expression for the name of the argument.
+            schema: schema of the value.
+
+        Raises:
+            NotExpressibleError: the format cannot express any value that the schema allows.
+        """
         value = self._values.grammar(rules, tool, schema)
         ending = mark(self.argument_end) if self.argument_end else ""
         return rules.rule(f"{expression(self.argument, name=name)} {value} {ending} {GAP}")
@@ -179,9 +188,9 @@ class TagSyntax:
         return object_text(written), after_space(text, at + len(self.call_end))
 
     def _read_value(self, text: str, opening: re.Match[str], tool: ToolSchema, schema: Any) -> tuple[str, int] | None:
-        """Return the value after an opening tag, as JSON text, and the position after ``value_end``.
+        """Return the value after the tag ``opening``, as JSON text, and the position after ``value_end``.
 
-        Return None if there is no valid value.
+        Return None if the value has no end, or does not fit the schema.
         """
         return self._values.read(text, opening.end(), tool, schema)
 
@@ -195,12 +204,18 @@ class TagSyntax:
 
 
 def object_text(values: dict[str, str]) -> str:
-    """Return the JSON text of an object whose values are JSON texts."""
+    """Return the JSON text of an object. ``values`` maps the name of each property to the JSON text of its value."""
     return "{" + ", ".join(f"{json_text(name)}: {value}" for name, value in values.items()) + "}"
 
 
 def expression(template: str, *, name: str, kind: str = "") -> str:
-    """Return a Lark expression for a template. ``name`` is a Lark expression; ``kind`` replaces ``{type}``."""
+    """Return a Lark expression for a template of a tag (see :class:`TagSyntax`).
+
+    Args:
+        template: template of an opening tag.
+        name: Lark expression for ``{name}``.
+        kind: text for ``{type}``.
+    """
     fields = {"{name}": name, "{number}": "/[0-9]{1,3}/", "~": GAP}
     parts = _FIELD.split(template.replace("{type}", kind))
     return " ".join(fields.get(part) or mark(part) for part in parts if part)

@@ -57,7 +57,7 @@ class ToolSchema:
     Attributes:
         name: name of the tool.
         is_strict: True if the tool requests that calls match the schema exactly.
-        place: path of the schema in the request, for messages.
+        place: path of the schema in the request for error messages, e.g. ``tools[0].function.parameters``.
     """
 
     def __init__(self, index: int, tool: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ class ToolSchema:
 
     @property
     def untyped(self) -> ToolSchema:
-        """The same tool with a schema that allows all values of the listed arguments, and all other arguments."""
+        """The same tool with a schema that lists the same arguments, all optional, but allows any values and others."""
         try:
             listed, _ = self.arguments()
         except ParameterError:
@@ -84,7 +84,7 @@ class ToolSchema:
 
     @cached_property
     def schema(self) -> Schema:
-        """Schema of the arguments, which are an object. Closed by :func:`metal_engine.json_schemas.closed.closed`.
+        """Schema of the object of arguments, after :func:`metal_engine.json_schemas.closed.closed`.
 
         Raises:
             ParameterError: the parameters are not the schema of an object, or cannot be closed.
@@ -100,17 +100,19 @@ class ToolSchema:
         return Document(self.schema, strict=False)
 
     def resolve(self, schema: Schema) -> Any:
-        """Return the target of a schema's ``$ref``; True, the schema of any value, if it cannot be found."""
+        """Return the schema to which a schema's ``$ref`` refers; True, which allows any value, if it cannot be found."""
         try:
             return self._document.resolve(self._document.pointer_of(schema))
         except (NotUnderstoodError, ValueError):
             return True
 
     def alone(self, schema: Any) -> Any:
-        """Return a copy of a part of the tool's schema, with the targets of its references in the copy's ``$defs``.
+        """Return a self-contained copy of a part of the tool's schema.
+
+        ``$defs`` of the copy has copies of all schemas to which the part refers, directly or indirectly.
 
         Raises:
-            NotExpressibleError: there are too many references.
+            NotExpressibleError: the part refers to more than ``_MAX_REFERENCES`` schemas.
         """
         pointers: dict[str, str] = {}
 
@@ -129,10 +131,10 @@ class ToolSchema:
     # --- arguments ---
 
     def arguments(self, schema: Any = None) -> tuple[list[Argument], Any]:
-        """Return the properties of an object, and the schema of its other properties; False if it has no others.
+        """Return the listed properties of an object, and the schema of all other properties.
 
-        An object with ``anyOf`` or ``oneOf`` gets the properties of all branches. A property that only some of the
-        branches require is optional.
+        The second schema is False if the object may have no other properties. For ``anyOf`` and ``oneOf``, the result
+        includes the properties of all branches. A property that only some branches require is then optional.
 
         Args:
             schema: part of the tool's schema that describes the object; None for the arguments.
@@ -170,7 +172,7 @@ class ToolSchema:
     # --- values ---
 
     def kinds(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """Return the JSON types that a schema may allow."""
+        """Return the JSON types that a schema may allow. Does not evaluate ``not``, so that some may be excluded."""
         if not isinstance(schema, dict):
             return KINDS if schema else frozenset()
         if depth > _MAX_DEPTH:
@@ -192,7 +194,7 @@ class ToolSchema:
         return kinds
 
     def allows(self, schema: Any, value: bool | int | float | None, depth: int = 0) -> bool:
-        """Return True if a schema is sure to allow ``value``. Return False if not, or if this method cannot decide."""
+        """Return True if a schema certainly allows ``value``. Return False if the schema excludes it or is unclear."""
         if not isinstance(schema, dict):
             return bool(schema)
         if depth > _MAX_DEPTH or not _UNKNOWN.isdisjoint(schema):
@@ -219,12 +221,12 @@ class ToolSchema:
 
 
 class _Properties:
-    """Properties of the schemas that describe one object.
+    """Properties of one object, collected from all schemas that apply to the object.
 
     Attributes:
-        schemas: schemas of each property, all of which apply.
-        required: names of the required properties, in order.
-        others: schema of other properties; False if they are not allowed.
+        schemas: maps the name of each property to the schemas that its value must all match.
+        required: names of the required properties in their order. The values are None.
+        others: schema of unlisted properties; False if none are allowed.
     """
 
     def __init__(self) -> None:
@@ -233,7 +235,10 @@ class _Properties:
         self.others: Any = True
 
     def add_choice(self, branches: Sequence[_Properties]) -> None:
-        """Add the properties of alternative schemas."""
+        """Add the properties of the branches of ``anyOf`` or ``oneOf``.
+
+        A property becomes required if all branches require it.
+        """
         if not branches:
             return
         for name in {name: None for branch in branches for name in branch.schemas}:
@@ -252,7 +257,7 @@ class _Properties:
 
 
 def kind_of(value: Any) -> str:
-    """Return the JSON type of a value."""
+    """Return the JSON type of a value. A float without a fraction, such as 1.0, is an integer."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -264,7 +269,7 @@ def kind_of(value: Any) -> str:
 
 
 def _named(kinds: Any) -> list[str]:
-    """Return the types of JSON that the keyword ``type`` names."""
+    """Return the types in the value of the keyword ``type``, a string or a list. Unknown types are left out."""
     return [one for one in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(one, str) and one in KINDS]
 
 

@@ -1,4 +1,4 @@
-"""Values of arguments that a format writes as raw text if they are strings, and as JSON otherwise."""
+"""Grammars and a reader for arguments in formats that write strings as raw text, and other values as JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def python_literals(tool: ToolSchema, schema: Any) -> list[str]:
-    """Return the Python literals that a schema is sure to allow, as Lark expressions."""
+    """Return Lark strings for those of ``True``, ``False`` and ``None`` that a schema certainly allows."""
     return [string(text) for text, value in PYTHON_LITERALS.items() if tool.allows(schema, value)]
 
 
@@ -53,14 +53,14 @@ def json_of(tool: ToolSchema, schema: Any, kinds: frozenset[str]) -> str:
 
 
 def after_space(text: str, at: int) -> int:
-    """Return the position of the first character at or after ``at`` that is not white space."""
+    """Return the position of the first character from ``at`` on that is not white space, or the text's length."""
     found = _SPACES.match(text, at)
     assert found is not None
     return found.end()
 
 
 def not_expressible(kinds: frozenset[str], *marks: str) -> NotExpressibleError:
-    """Return the error for a schema if a format cannot express any of its values.
+    """Return the error to raise if a format cannot express any value that a schema allows.
 
     Args:
         kinds: JSON types that the schema allows.
@@ -70,19 +70,19 @@ def not_expressible(kinds: frozenset[str], *marks: str) -> NotExpressibleError:
 
 
 class RawValues:
-    """Grammars and a reader for the values of arguments in a format with tags.
+    """Builds grammars for, and reads, the values of arguments in a format with tags.
 
-    If an argument allows both strings and objects or arrays, the grammar allows no string that begins like a JSON
-    object or array.
+    If the schema of an argument allows objects or arrays as well as strings, the grammar excludes strings that begin
+    with ``{`` or ``[``. The reader would take them for JSON.
 
     Args:
         end: text that ends a value.
-        without: texts that a string does not contain.
-        hidden: beginning of strings that the reader decodes, such as ``<![CDATA[``; empty if there are none. If a
-            schema limits the strings, the grammar excludes strings that begin with it.
-        pad: text that may precede and follow each value.
-        python: True if the format also writes ``True``, ``False`` and ``None``.
-        untyped: JSON types of values whose schema allows every type.
+        without: texts that a string cannot contain.
+        hidden: prefix of encoded strings, such as ``<![CDATA[``; empty if the format has none. If a schema limits the
+            strings, the grammar excludes strings with this prefix.
+        pad: text that may precede and follow each value, such as a line break.
+        python: True if values may also be Python's ``True``, ``False`` and ``None``.
+        untyped: JSON types to use for a value whose schema does not limit the type.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class RawValues:
         self._untyped = untyped
 
     def grammar(self, rules: Rules, tool: ToolSchema, schema: Any) -> str:
-        """Return the name of a rule for a value that a schema allows, followed by the text that ends the value.
+        """Return the name of a rule for a value that a schema allows, including the text that ends the value.
 
         Raises:
-            NotExpressibleError: the format cannot express any value.
+            NotExpressibleError: the format cannot express any value that the schema allows.
         """
         kinds = self._kinds(tool, schema)
         others = kinds - {"string"}
@@ -136,7 +136,7 @@ class RawValues:
     def read(self, text: str, start: int, tool: ToolSchema, schema: Any) -> tuple[str, int] | None:
         """Return the value at a position, as JSON text, and the position after its end.
 
-        Return None if there is no end, or if the value's type does not fit the schema.
+        Return None if the value has no end, contains one of ``without``, or has a type that does not fit the schema.
         """
         kinds = self._kinds(tool, schema)
         at = after_space(text, start)
@@ -154,7 +154,7 @@ class RawValues:
         return None if value is None else (value, end + len(self._end))
 
     def _scalar(self, text: str, kinds: frozenset[str], tool: ToolSchema, schema: Any) -> str | None:
-        """Return the JSON text of the string, number, boolean or null that ``text`` spells; None if no type fits."""
+        """Return the number, boolean, null or string that ``text`` spells, as JSON text; None if no type fits."""
         if self._pad:
             text = text.removeprefix(self._pad).removesuffix(self._pad)
         stripped = text.strip(_SPACE)

@@ -35,13 +35,13 @@ _PARAMETER = re.compile(
 
 
 class DeepSeekCalls:
-    """Parser of calls in the form of V3 and R1, or of V3.1."""
+    """Parser of calls in the form of DeepSeek V3, R1 and V3.1: JSON arguments between special tokens."""
 
     tool_call_start = "<｜tool▁calls▁begin｜>"
     tool_call_end = "<｜tool▁calls▁end｜>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text has other parts."""
+        """Return the calls in a text. Raises an exception of any type if the text is more than calls."""
         if text.lstrip().startswith(("{", "[")):
             return JSON_CALLS.parse_tool_call(text)
         return _calls(text, _HEAD, _DECODER.raw_decode, _TAIL)
@@ -59,9 +59,9 @@ class DSMLCalls:
         self.tool_call_end = f"</｜DSML｜{block}>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text has other parts.
+        """Return the calls in a text. Raises an exception of any type if the text is more than calls.
 
-        The arguments of a call may also be one JSON object in place of tags.
+        The arguments of a call may also be one JSON object in place of tags, and all calls may be JSON objects.
         """
         if text.lstrip().startswith(("{", "[")):
             return JSON_CALLS.parse_tool_call(text)
@@ -74,12 +74,16 @@ def _calls(
     arguments_at: Callable[[str, int], tuple[dict[str, Any], int]],
     tail: re.Pattern[str],
 ) -> list[dict[str, Any]]:
-    """Return the calls in a text. Raises an exception of any type if the text has other parts.
+    """Return the calls in a text.
 
     Args:
+        text: text that consists of calls.
         head: pattern for the start of a call, with the group ``name``.
-        arguments_at: returns the arguments at a position, and the position after them.
+        arguments_at: takes a text and a position. Returns the arguments at the position, and the position after them.
         tail: pattern for the end of a call.
+
+    Raises:
+        ValueError: the text is more than calls, or the arguments are invalid.
     """
     calls: list[dict[str, Any]] = []
     at = 0

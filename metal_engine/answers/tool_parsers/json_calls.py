@@ -25,7 +25,7 @@ class JSONCalls:
     tool_call_end = "</tool_call>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text has other parts.
+        """Return the calls in a text. Raises an exception of any type if the text is more than calls.
 
         Closing braces after the last call are ignored.
         """
@@ -52,7 +52,7 @@ def decoded_calls(text: str, at: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _call(given: Any) -> dict[str, Any]:
-    """Return a call with its arguments under ``arguments``. Some models write ``parameters``, as in JSON schemas.
+    """Return a call with ``name``, ``arguments`` and ``id``. Some models write ``parameters`` for ``arguments``.
 
     Raises:
         Exception: ``given`` is not a call. The type varies.

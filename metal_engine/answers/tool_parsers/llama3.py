@@ -15,7 +15,7 @@ _BETWEEN = re.compile(r"\s*;?\s*(?=\{)")
 
 
 class Llama3Calls:
-    """Parser of the text after one mark. Text that follows the calls is content."""
+    """Parser of the text after ``<|python_tag|>``, or of content that is a call. Text that follows calls is content."""
 
     tool_call_start = "<|python_tag|>"
     tool_call_end = ""

@@ -16,7 +16,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonicCalls:
-    """Parser of calls whose arguments are keywords and literals.
+    """Parser of calls in Python's syntax whose arguments are keyword arguments with literal values.
 
     Args:
         start: mark that begins the calls.
@@ -30,7 +30,7 @@ class PythonicCalls:
         self._has_lines = has_lines
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text has other parts.
+        """Return the calls in a text. Raises an exception of any type if the text is more than calls.
 
         The calls may also be JSON objects, which LFM2 writes if the prompt asks for them.
         """
@@ -50,7 +50,7 @@ def _escaped(literal: re.Match[str]) -> str:
 
 
 class _JSONNames(ast.NodeTransformer):
-    """Replaces ``true``, ``false`` and ``null``, which models write in nested values."""
+    """Replaces the names ``true``, ``false`` and ``null``, which models write in nested values, by Python constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node

@@ -35,16 +35,21 @@ _ALIASES = {
 
 
 class Qwen3CoderCalls:
-    """Parser of the functions in a text. The text around them is content.
+    """Parser of the ``<function=NAME>`` elements in a text. Text outside of the elements is content.
 
-    If the model left out a closing tag, the value ends at the next tag of the call or at the end of the text.
+    If the model left out the closing tag of a parameter, the value ends at the next tag of the call or at the end of
+    the text.
     """
 
     tool_call_start = "<tool_call>"
     tool_call_end = "</tool_call>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any] | str]:
-        """Return the calls in a text, and the text around them. Raises ValueError if a call cannot be parsed."""
+        """Return the calls in a text, and the texts outside of calls, in their order.
+
+        Raises:
+            ValueError: a call cannot be parsed.
+        """
         properties = {tool["function"]["name"]: _properties(tool) for tool in tools or ()}
         items: list[dict[str, Any] | str] = []
         at = _end_of(_STRAY, text, 0)
@@ -58,7 +63,7 @@ class Qwen3CoderCalls:
 
 
 def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the end of the match at a position. The pattern must match everywhere, at least the empty text."""
+    """Return the end of the match at position ``at``. The pattern must also match the empty text."""
     found = pattern.match(text, at)
     assert found is not None
     return found.end()
@@ -114,7 +119,9 @@ def _value_end(properties: dict[str, Any]) -> re.Pattern[str]:
 
     A value can contain tags, such as text about this format. Therefore a closing tag ends the value only before another
     tag of the call or at the end of the text. An opening tag ends the value only if it names a parameter of the tool.
-    If a value then has an opening tag without a closing tag, or no end, ``_arguments`` searches for ``_UNCLOSED_END``.
+
+    ``_arguments`` searches for ``_UNCLOSED_END`` instead if this pattern does not match, or if the value up to the
+    match contains more opening tags of parameters than closing tags.
     """
     closing = rf"{_CLOSING}(?=\s*(?:{_OPENING}|{_CLOSING}|{_FUNCTION_END}|<function=|\Z))"
     names = "|".join(map(re.escape, properties))
@@ -123,7 +130,10 @@ def _value_end(properties: dict[str, Any]) -> re.Pattern[str]:
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Parse a text as a type that the schema allows. Return the text unchanged if no type fits."""
+    """Parse a value's text as JSON or as a Python literal of a type that the schema allows.
+
+    Return the text unchanged if no type fits.
+    """
     kinds = _kinds(schema)
     if kinds == {"string"}:
         return text
@@ -145,9 +155,9 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """Return the JSON types that a schema names; string, object and array if it names none.
+    """Return the JSON types that ``type``, ``anyOf`` and ``oneOf`` of a schema name.
 
-    Returns string if there is no schema.
+    Return string, object and array if the schema names no type, and only string if there is no schema.
     """
     if not isinstance(schema, dict):
         return {"string"}

@@ -13,12 +13,12 @@ from metal_engine.answers.tool_parsers.json_calls import JSON_CALLS
 
 
 class WholeCalls:
-    """Parser that refuses a text if the wrapped parser would ignore part of the text.
+    """Wrapper of a parser that refuses a text if the parser would ignore part of the text.
 
     Args:
-        parser: parser of the format.
-        shape: pattern that matches a whole text of calls and nothing else.
-        call: text that begins each call, if the wrapped parser may skip calls. Otherwise empty.
+        parser: wrapped parser, from mlx-lm.
+        shape: pattern that matches a text of calls without any other text.
+        call: text that begins each call, to count the calls; empty if the wrapped parser never skips a call.
     """
 
     def __init__(self, parser: ToolParser, shape: re.Pattern[str], call: str = "") -> None:
@@ -29,7 +29,10 @@ class WholeCalls:
         self._call = call
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> Any:
-        """Return the calls in a text. Raises an exception of any type if the text has other parts."""
+        """Return the calls in a text. Raises an exception of any type if the text is more than calls.
+
+        A text that does not match ``shape`` may also be calls as JSON objects.
+        """
         if self._shape.fullmatch(text) is None:
             if text.lstrip().startswith(("{", "[")):
                 return JSON_CALLS.parse_tool_call(text)
@@ -47,7 +50,10 @@ def _text_without(*marks: str) -> str:
 
 
 def _tagged_pairs(prefix: str) -> re.Pattern[str]:
-    """Return a pattern for a name and pairs of ``<arg_key>`` and ``<arg_value>``. Tag names begin with ``prefix``."""
+    """Return a pattern for a call: a tool's name, then pairs of ``<arg_key>`` and ``<arg_value>`` elements.
+
+    All tag names begin with ``prefix``.
+    """
     key, value = f"{prefix}arg_key>", f"{prefix}arg_value>"
     marks = (f"<{key}", f"</{key}", f"<{value}", f"</{value}")
     pair = rf"<{key}{_text_without(*marks)}</{key}(?:\\n|\s)*<{value}{_text_without(*marks)}</{value}\s*"
@@ -120,6 +126,6 @@ _CALLS = {"kimi_k3": "<|open|>call"}
 
 
 def checked(name: str, parser: ToolParser) -> ToolParser:
-    """Wrap mlx-lm's parser in a check. Return the parser unchanged if the shape of its format is unknown."""
+    """Wrap mlx-lm's parser ``name`` in :class:`WholeCalls`. Return the parser itself if ``_SHAPES`` lacks the name."""
     shape = _SHAPES.get(name)
     return parser if shape is None else WholeCalls(parser, shape, _CALLS.get(name, ""))
