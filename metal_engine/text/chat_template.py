@@ -51,15 +51,16 @@ def render(
     variables: dict[str, Any],
     max_chars: int | None = None,
 ) -> str:
-    """Render a conversation with the model's chat template.
+    """Render a conversation with the model's chat template. Return the text of the prompt.
 
     Args:
         messages: plain data from :func:`plain_messages`.
-        variables: other variables of the template, as plain data.
+        variables: other variables of the template, as plain data. ``continue_final_message`` is not a variable: True,
+            or the name of a field, makes the prompt end with the last message's content or field.
         max_chars: maximum length of the rendered text in characters; None: no limit.
 
     Raises:
-        ValueError: the template refuses the messages or takes too long for them.
+        ValueError: the template is invalid, refuses the messages, or takes too long for them.
         RenderedTooLongError: the text is longer than ``max_chars``.
         Cancelled: the request was cancelled.
     """
@@ -120,9 +121,10 @@ def templates_of(hf_tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def texts_of_template(source: str) -> tuple[list[str], list[str]]:
-    """Return two lists: all texts in a template's source, and the texts that the template searches for in its input.
+    """Return two lists of texts in a template's source.
 
-    Both lists are empty if the source cannot be parsed.
+    The first list has all texts. The second list has the texts that the template may search for in its input: constants
+    in comparisons, and in arguments of calls, filters and tests. Both lists are empty if the source cannot be parsed.
     """
     try:
         tree = syntax_tree(source)
@@ -139,7 +141,7 @@ def texts_of_template(source: str) -> tuple[list[str], list[str]]:
 
 
 def _own(node: nodes.Expr) -> list[str]:
-    """Return the texts of a constant, or of a list of constants."""
+    """Return the texts among a constant or the constants of a list or tuple. Empty for all other expressions."""
     listed = node.items if isinstance(node, nodes.List | nodes.Tuple) else [node]
     return [one.value for one in listed if isinstance(one, nodes.Const) and isinstance(one.value, str)]
 
@@ -154,9 +156,9 @@ def _constants(tree: nodes.Node) -> list[str]:
 def plain_messages(messages: list[Any]) -> list[Message]:
     """Convert messages to the form that templates read.
 
-    The result is plain data (see :func:`plain`), without fields that are None. The reasoning of a message may be in the
-    field ``reasoning_content``, ``thinking`` or ``reasoning``. The result has it in ``reasoning_content`` and
-    ``thinking``.
+    The result is plain data (see :func:`plain`), without fields that are None. Clients send the reasoning of a message
+    in the field ``reasoning_content``, ``thinking`` or ``reasoning``. The result has the reasoning in
+    ``reasoning_content`` and ``thinking``, because each template reads one of these fields.
 
     Raises:
         ValueError: there are no messages, or a message is not a mapping.
@@ -177,7 +179,11 @@ def plain_messages(messages: list[Any]) -> list[Message]:
 
 
 def plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    """Convert template variables to plain data. Functions among the tools become their JSON schemas."""
+    """Convert template variables to plain data (see :func:`plain`). Functions among the tools become JSON schemas.
+
+    Raises:
+        Exception: a function has no docstring or no type hints. The types are those of ``transformers``.
+    """
     tools = variables.get("tools")
     if tools is not None:
         tools = [get_json_schema(one) if inspect.isroutine(one) else one for one in tools]
@@ -186,7 +192,7 @@ def plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types, because other objects could have methods that the sandbox does not check.
+    """Convert a value to plain data: JSON types only. Other objects could have methods that the sandbox does not check.
 
     Tuples stay tuples. A value of an unsupported type becomes the text ``<TypeName>``.
     """
@@ -231,10 +237,14 @@ def _size(value: Any) -> int:
 def _to_continue(
     messages: list[Message], field: Any, variables: dict[str, Any], source: str
 ) -> tuple[list[Message], str]:
-    """Return the messages with a tag at the end of the last message's text, and that text without the tag.
+    """Append the tag ``_CONTINUE_HERE`` to the last message's text. Return the messages, and the text without the tag.
+
+    The rendered text is later cut at the tag, so that the prompt ends with the message.
 
     Args:
-        field: name of the field to continue. Any other type than a text stands for ``content``.
+        messages: messages as plain data. They stay unchanged.
+        field: name of the field to continue; True for ``content``.
+        variables: variables of the template.
         source: source of the chat template.
 
     Raises:
@@ -264,7 +274,15 @@ def _to_continue(
 
 
 def _cut(rendered: str, final: str) -> str:
-    """Return the rendered text up to the tag. Raises ValueError if it lacks ``final``, the text of the last message."""
+    """Return the rendered text up to the tag ``_CONTINUE_HERE``.
+
+    Args:
+        rendered: text that the template has rendered.
+        final: text of the last message.
+
+    Raises:
+        ValueError: ``rendered`` lacks the tag or ``final``.
+    """
     at = rendered.rfind(_CONTINUE_HERE.strip())
     if at < 0 or final.strip() not in rendered:
         raise ValueError("the chat template leaves out the final message, so it cannot be continued")

@@ -47,13 +47,14 @@ def read_chat_template(given: str) -> str:
 def check_templates(templates: Mapping[str, Any]) -> None:
     """Refuse chat templates that take long or much memory to compile.
 
-    This accepts a template with a syntax error. Requests that need the template get that error.
+    A template with a syntax error is accepted. Requests that need the template then fail with that error.
 
     Args:
         templates: sources by name.
 
     Raises:
-        ValueError: the templates are too large, a template is nested too deeply, or a template is not a text.
+        ValueError: a template is not a text, is nested too deeply or has more than ``_MAX_NODES`` nodes, or all
+            templates together have more than ``_MAX_SOURCE`` characters.
     """
     if not all(isinstance(source, str) for source in templates.values()):
         raise ValueError("the chat template is not a text")

@@ -16,7 +16,7 @@ def text_part(text: str) -> Part:
 
 
 def joined(contents: Iterable[Content], separator: str) -> Content:
-    """Join contents with a separator. The result is a text if all contents are texts."""
+    """Join contents with a separator. The result is a text if all contents are texts, otherwise a list of parts."""
     given = list(contents)
     if all(isinstance(content, str) for content in given):
         return separator.join(given)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def as_parts(content: Content) -> list[Part]:
 
 
 def _merged(parts: list[Part]) -> list[Part]:
-    """Merge consecutive text parts, because some chat templates write something between parts."""
+    """Merge consecutive text parts. Some chat templates would write a separator between them."""
     merged: list[Part] = []
     for part in parts:
         if part["type"] == "text" and merged and merged[-1]["type"] == "text":

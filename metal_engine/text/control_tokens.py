@@ -43,7 +43,7 @@ _HTML = re.compile(
 
 
 class ControlTokens:
-    """Marks of one tokenizer and its chat templates.
+    """Encoder of conversations in which only the chat template can write control tokens.
 
     Args:
         backend: tokenizer of the ``tokenizers`` library.
@@ -99,15 +99,14 @@ class ControlTokens:
         Args:
             messages: messages as plain data.
             variables: template variables as plain data.
-            render: converts messages and variables to text.
+            render: converts messages and variables to text with the chat template. May be called twice.
             encode: encodes a text with the given tokenizer.
 
         Returns:
             Token ids of the prompt.
 
         Raises:
-            ValueError: the request contains all characters that could be stand-ins, or ``render`` or ``encode`` raised
-                the error.
+            ValueError: the request contains all characters that could be stand-ins, or ``render`` or ``encode`` failed.
             Cancelled: the request was cancelled.
         """
         given = [part for part in parts([messages, variables]) if isinstance(part, str)]
@@ -129,7 +128,7 @@ class ControlTokens:
         return [moved.get(token_id, token_id) for token_id in encode(literal, text)]
 
     def _moved_ids(self, literal: BackendTokenizer) -> dict[int, int]:
-        """Map the ids of added tokens that differ: id in ``literal`` -> id in the original tokenizer."""
+        """Return the added tokens whose ids differ: id in ``literal`` -> id in the original tokenizer."""
         added = self._backend.get_added_tokens_decoder()
         found: dict[Any, int] = {literal.token_to_id(token.content): token_id for token_id, token in added.items()}
         return {here: there for here, there in found.items() if here != there}
@@ -171,7 +170,10 @@ class ControlTokens:
             raise ValueError(hidden.shown(str(error))) from error
 
     def _marks_hidden(self, text: str, is_answer: bool, hidden: _Hidden) -> str:
-        """Return the text with the signs of its marks replaced, except marks that the model writes in answers."""
+        """Return the text with stand-ins for the signs of its marks.
+
+        In answers, marks that the model itself writes stay unchanged.
+        """
         if not self._has_signs(text) or not self._found(self._mark, text):
             return text
         return _joined(self._with_marks_hidden(text, is_answer, hidden))
@@ -185,9 +187,10 @@ class ControlTokens:
                     yield hidden.hide(piece) if is_mark else piece
 
     def _signs_hidden(self, text: str, is_answer: bool, hidden: _Hidden) -> str:
-        """Return the text with all signs replaced.
+        """Return the text with stand-ins for all signs.
 
-        Texts that the template searches for stay unchanged, and so do marks that the model writes in answers.
+        Texts that the template searches for stay unchanged. In answers, marks that the model itself writes stay
+        unchanged, too.
         """
         if not self._has_signs(text):
             return text
@@ -208,7 +211,7 @@ class ControlTokens:
         yield False, text[done:]
 
     def _matches(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-        """Yield all matches from left to right. Searches one window at a time."""
+        """Yield all matches from left to right. Check for cancellation between windows of ``_WINDOW`` characters."""
         start = 0
         while start < len(text):
             check_cancelled()
@@ -283,7 +286,10 @@ class ControlTokens:
 
 @dataclass(frozen=True)
 class _Hidden:
-    """Signs and their stand-ins."""
+    """Signs, and their stand-ins in the same order.
+
+    ``hide`` replaces the signs in a text by stand-ins. ``shown`` replaces the stand-ins in a text by signs.
+    """
 
     signs: str
     stand_ins: str
@@ -302,7 +308,7 @@ class _Hidden:
 
 
 def _signs_of(mark: str) -> set[str]:
-    """Return the essential characters of a mark: brackets and math symbols such as bars, or its first character."""
+    """Return the signs of a mark: its brackets and math symbols such as ``|``; without these, its first character."""
     signs = {c for c in mark if unicodedata.category(c) in ("Sm", "Ps", "Pe")}
     return signs or {mark[0]}
 
@@ -334,7 +340,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def _changed(value: Any, change: Callable[[str, bool], str], is_answer: bool) -> Any:
-    """Return plain data with each text, including keys, replaced by ``change(text, is_answer)``."""
+    """Return a copy of plain data in which ``change(text, is_answer)`` replaces each text, including keys."""
     if isinstance(value, str):
         return change(value, is_answer)
     if isinstance(value, dict):
@@ -347,7 +353,7 @@ def _changed(value: Any, change: Callable[[str, bool], str], is_answer: bool) ->
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds the longest of some texts. Matching time does not grow with the number of texts."""
+    """Return a pattern that matches the longest of ``texts`` that fits. Its time does not depend on their number."""
     trie: dict[str, Any] = {}
     for text in texts:
         node = trie
@@ -366,9 +372,10 @@ def _spelled(node: dict[str, Any]) -> str:
 
 
 def _model_without_marks(backend: BackendTokenizer, marks: frozenset[str]) -> tuple[models.Model, set[str]]:
-    """Return a model that produces no marks from plain text, and the marks that the tokenizer's model would produce.
+    """Return a tokenizer model that produces no marks from plain text, and the marks that the original model produces.
 
-    Most models produce no marks. A unigram or whole-word model does, because its vocabulary contains the marks.
+    Most models produce no marks: the original model is returned, with an empty set. A unigram or whole-word model does,
+    because its vocabulary contains the marks. The returned model then has other names for them.
     """
     plain = BackendTokenizer(backend.model)
     if backend.normalizer is not None:

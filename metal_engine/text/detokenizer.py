@@ -21,13 +21,13 @@ _INCOMPLETE = "\ufffd"  # output of a decoder for bytes that are not a whole cha
 
 
 class Detokenizer:
-    """Decodes token ids to text, one token at a time.
+    """Decodes the token ids of one output to text, one token at a time.
 
-    Returns whole characters at once, and holds back the bytes of an incomplete character.
+    Returns each character as soon as it is complete, and holds back the bytes of an incomplete character.
 
     Args:
         backend: tokenizer of the ``tokenizers`` library.
-        prompt_token_ids: tokens before the first new token. Their text is not returned.
+        prompt_token_ids: tokens before the first new token, as context. Their text is not returned.
         skip_special_tokens: True to leave special tokens out of the text.
     """
 
@@ -50,7 +50,7 @@ class Detokenizer:
             self.add(token_id)
 
     def _end_of_text(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading tokens whose text ends with a whole character."""
+        """Return the number of leading tokens after which the text does not end within a character."""
         shortest = max(len(token_ids) - _MAX_INCOMPLETE_TOKENS, 0)
         for end in range(len(token_ids), shortest, -1):
             if not self._decode(token_ids[max(end - _CONTEXT_TOKENS, 0) : end]).endswith(_INCOMPLETE):
@@ -81,7 +81,7 @@ class Detokenizer:
         return text
 
     def _whole_characters(self, token_id: int) -> str:
-        """Return the new whole characters after a token for which the stream has returned no text.
+        """Return the whole characters that a token adds if the stream has returned no text for the token.
 
         The stream holds back all text while the last character is incomplete.
         """

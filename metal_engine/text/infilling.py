@@ -26,13 +26,14 @@ _ENDS = (
 
 @dataclass(frozen=True)
 class Infilling:
-    """Infilling tokens of a tokenizer.
+    """Ids of the control tokens with which a tokenizer writes infilling prompts.
 
     Attributes:
-        prefix: token before the prefix.
-        suffix: token before the suffix.
-        middle: last token of the prompt; None if the prompt consists of suffix and prefix, in this order.
-        ends: tokens that end an infilling.
+        prefix: id of the token before the prefix.
+        suffix: id of the token before the suffix.
+        middle: id of the token at the end of the prompt. None if the prompt is the suffix and then the prefix, without
+            this token.
+        ends: ids of the tokens that end the generated text, in addition to the end of sequence.
     """
 
     prefix: int
@@ -51,7 +52,7 @@ class Infilling:
         return None
 
     def join(self, prefix: list[int], suffix: list[int]) -> tuple[list[int], slice]:
-        """Return the prompt and the positions of the prefix in it."""
+        """Return the token ids of the prompt, and the positions of ``prefix`` in the prompt."""
         if self.middle is None:
             before = [self.suffix, *suffix, self.prefix]
             return before + prefix, slice(len(before), len(before) + len(prefix))

@@ -49,15 +49,15 @@ class TextTooLongError(ValueError):
 
 
 def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
-    """Encode a text. The ids are the same as from a single call, wherever the text is cut.
+    """Encode a text. The ids are the same as from a single call of the tokenizer.
 
     Args:
         backend: ``tokenizers.Tokenizer`` that neither truncates nor pads.
         add_special_tokens: True to add the ids that the tokenizer puts around a text, such as BOS.
-        max_tokens: limit on the number of tokens; None: no limit. Checked only for texts that are cut.
+        max_tokens: limit on the number of tokens; None: no limit. Checked only for texts longer than one piece.
 
     Raises:
-        TextTooLongError: the text has more than ``max_tokens`` tokens, or it is long and has no place to cut.
+        TextTooLongError: the text has more than ``max_tokens`` tokens, or cannot be cut into short enough pieces.
         Cancelled: the request was cancelled.
         TypeError: the text is not valid Unicode.
         ValueError: the tokenizer panics at the text.
@@ -113,11 +113,11 @@ def _pieces(backend: Any, text: str, at_once: int) -> Iterator[str]:
 
 
 def _cut(backend: Any, text: str, end: int) -> int | None:
-    """Return the position of a cut up to ``end`` that no token crosses. Return None if no position is suitable.
+    """Return the position of a cut, at most ``end``, that no token crosses. Return None if no position is suitable.
 
-    The texts on both sides of a cut must encode the same alone as together. The function tries positions before white
-    space first, and later positions before earlier positions. It tries only boundaries between characters of different
-    kinds, such as a letter and a digit. Within a run of one kind, distant characters can influence the tokens.
+    The texts on both sides of a cut must encode the same alone as together. Only boundaries between characters of
+    different kinds, such as a letter and a digit, are tried. Within a run of one kind, distant characters can influence
+    the tokens. Positions before white space are tried first, beginning with the last position.
     """
     places = [i for i in range(end, end - _PLACES_LOOKED_AT, -1) if _kind(text[i - 1]) != _kind(text[i])]
     places.sort(key=lambda i: not text[i].isspace())  # most tokenizers put the space at the start of a word's token

@@ -13,9 +13,9 @@ _LIST = "'type'"
 
 
 class MessageRules:
-    """Rules of a chat template, found by rendering test conversations on first use.
+    """Rules of a chat template for messages, found by rendering test conversations.
 
-    Thread-safe.
+    Each rule is evaluated on first use. Thread-safe.
 
     Args:
         render: renders a conversation with the template. Raises ValueError if the template refuses the conversation.
@@ -31,10 +31,10 @@ class MessageRules:
 
     @cached_property
     def takes_system_later(self) -> bool:
-        """True if a system message may follow messages of other roles, and the template leaves it there.
+        """True if a system message may follow messages of other roles, and the template keeps its position.
 
-        A template that collects system messages at the front changes the prefix with each new system message, so that
-        no cached block matches.
+        Some templates move all system messages to the front. A new system message then changes the start of the prompt,
+        so that no cached block matches.
         """
         return self._takes("system", "user", "system") and self._takes("user", "assistant", "system", "user")
 
@@ -52,7 +52,7 @@ class MessageRules:
 
     @cached_property
     def needs_parts(self) -> bool:
-        """True if the template leaves out contents that are texts, and writes the text parts of lists."""
+        """True if the template writes contents that are lists of parts, but leaves out contents that are texts."""
         return not self._takes("user") and self._writes_text([{"type": "text", "text": _TEXT}])
 
     @cached_property
@@ -105,13 +105,14 @@ class MessageRules:
 
 
 def with_content_as_thinking(messages: list[Message], rules: MessageRules) -> list[Message]:
-    """Return messages that a template with :attr:`MessageRules.takes_content_or_thinking` accepts.
+    """Move the content of messages with calls to the end of their reasoning, if the template requires this.
 
-    Content before calls becomes the end of the reasoning. Without such content, or with another template, return the
-    same list.
+    Only messages with both content and reasoning change, and only for a template with
+    :attr:`MessageRules.takes_content_or_thinking`. If no message changes, the same list is returned.
 
     Args:
-        messages: plain data from :func:`metal_engine.text.chat_template.plain_messages`.
+        messages: plain data from :func:`metal_engine.text.chat_template.plain_messages`. They stay unchanged.
+        rules: rules of the chat template.
     """
     places = [i for i, message in enumerate(messages) if message.get("tool_calls") and _has_both(message)]
     if not places or not rules.takes_content_or_thinking:

@@ -11,10 +11,10 @@ from metal_engine.text.tokenizer import Tokenizer
 
 
 class OutputText:
-    """Text of one output. Fills in the text and the counts of the engine's :class:`RequestOutput` objects.
+    """Converter of one output's tokens to text. Completes the :class:`RequestOutput` objects that the engine returns.
 
     Args:
-        prepared: request of the output, which has a prompt and sampling parameters.
+        prepared: request of the output.
         tokenizer: tokenizer of the model.
     """
 
@@ -50,10 +50,12 @@ class OutputText:
         return self._stop_strings is not None
 
     def add(self, output: RequestOutput) -> None:
-        """Fill in the text of the output's new tokens, and the counts.
+        """Set the text fields and the token counts of ``output``, which has the new tokens.
 
-        A stop string in the text finishes the output: ``finish_reason`` and ``stop_reason`` are set, and the tokens
-        after the stop string are removed. The caller must then end the request in the engine.
+        Sets ``text``, ``token_ends``, ``text_logprobs``, ``num_prompt_tokens`` and ``num_output_tokens``.
+
+        If a stop string is complete, sets ``finish_reason`` and ``stop_reason``, and removes the tokens after the stop
+        string. The caller must then end the request in the engine.
         """
         params, stop_strings = self._params, self._stop_strings
         begin = text_end = self._text_end
@@ -101,10 +103,11 @@ class OutputText:
         output.text_logprobs = None if params.logprobs is None else text_logprobs
 
     def _release(self, *, is_last: bool) -> tuple[list[int], list[TokenLogprobs]]:
-        """Return ``token_ends`` and ``text_logprobs`` of the tokens that are no longer held, and remove these tokens.
+        """Remove the held tokens whose text has been shown. Return their ``token_ends`` and ``text_logprobs``.
 
         Args:
-            is_last: True if no more text will be shown. All tokens are released then.
+            is_last: True if no more text will be shown. All tokens are then removed. Tokens whose text is never shown,
+                such as the text of a stop string, have no entry in ``text_logprobs``.
         """
         token_ends: list[int] = []
         text_logprobs: list[TokenLogprobs] = []

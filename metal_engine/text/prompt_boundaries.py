@@ -14,12 +14,13 @@ _VARIABLES = ({}, *({name: is_on} for name in REASONING_SWITCHES for is_on in (T
 
 
 class PromptBoundaries:
-    """Token sequences with which a chat template starts a user message and asks for an answer.
+    """Finder of the two places in chat prompts at which later requests often diverge from a cached prefix.
 
-    They mark the places at which later requests may continue from a cached prefix:
+    - The end of the instructions (system message and tools): the text after it belongs to one conversation or user.
+    - The start of the generation prompt: the text from there on may not recur, because templates strip reasoning from
+      earlier answers.
 
-    - The text after the instructions belongs to one conversation or user only.
-    - The text after the generation prompt may not recur: templates strip reasoning from earlier answers.
+    The places are found by the tokens that the chat template writes there.
 
     Args:
         tokenizer: tokenizer with the chat template. Without a template, no boundaries are found.
@@ -52,7 +53,7 @@ class PromptBoundaries:
             return []
 
     def with_boundaries(self, request: PreparedRequest) -> PreparedRequest:
-        """Return the request with both boundaries set: the number of prompt tokens before each."""
+        """Return a copy of the request with ``num_lasting_tokens`` and ``num_instruction_tokens``."""
         prompt = request.prompt_token_ids
         return replace(
             request,
@@ -61,7 +62,7 @@ class PromptBoundaries:
         )
 
     def num_instruction_tokens(self, prompt: list[int]) -> int:
-        """Return the number of prompt tokens before the content of the first user message; 0 if unknown."""
+        """Return the number of prompt tokens before the content of the first user message; 0 if it is not found."""
         if not self._turn:
             return 0
         tokens = array("i", prompt)

@@ -25,7 +25,10 @@ class StopPrefix:
     stop: str | None = None
 
     def after(self, ch: str) -> StopPrefix:
-        """Return the longest prefix that the text ends with once ``ch`` follows this prefix."""
+        """Return the node for a text that ended with this prefix and now has one more character, ``ch``.
+
+        The node is the longest prefix of a stop string with which the longer text ends.
+        """
         node = self
         while ch not in node.longer:
             if node.shorter is None:
@@ -36,7 +39,7 @@ class StopPrefix:
 
 @lru_cache(maxsize=4)
 def stop_automaton(stops: tuple[str, ...]) -> StopPrefix:
-    """Return the root of the automaton of some stop strings, at least one.
+    """Return the root of the automaton of one or more stop strings.
 
     Time and memory are linear in the characters of the stop strings: 20 ms and 5 MiB for the maximum of 16,384.
     """
@@ -74,14 +77,14 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str, *, is_active: bool = True) -> tuple[str, str | None]:
-        """Append new text. Return the text that may be shown, and the stop string if one is complete.
+        """Append new text. Return the text that may be shown, and the complete stop string; None if there is none.
 
         The stop string that is complete first wins. Among stop strings that end at the same character, the longest
-        wins. The result therefore does not depend on the pieces of the text. The text shown ends before the stop
-        string, unless ``include`` is set.
+        wins. The result therefore does not depend on how the text is cut into pieces. The text shown ends before the
+        stop string, or after it if ``include`` is set.
 
         Args:
-            is_active: False to show the text without looking for stop strings.
+            is_active: False to show the text without searching for stop strings.
         """
         node = self._node
         if not is_active:
@@ -183,7 +186,10 @@ class StopStringsOutsideReasoning(StopStrings):
         return shown, None
 
     def _end_of_call(self, text: str) -> int:
-        """Return the length of the part of ``text`` that belongs to the current call. Leave the call at its end."""
+        """Return the length of the part of ``text`` that belongs to the current call.
+
+        If the call ends in ``text``, or has ended in earlier text, change the state to ``content``.
+        """
         if self._call_end is None:
             return len(text)
         num_before = len(self._call)
@@ -197,10 +203,10 @@ class StopStringsOutsideReasoning(StopStrings):
         return max(end - num_before, 0)
 
     def _possible_marks(self, window: str) -> dict[str, str]:
-        """Return the marks that end the current state, each with the next state.
+        """Return the marks that can end the current state, each with the next state.
 
         Args:
-            window: end of the text since the last mark.
+            window: suffix of the text since the last mark: all characters that may belong to the next mark.
         """
         marks = self._marks[self._state]
         if self._state != "content" or not self._first_starts:

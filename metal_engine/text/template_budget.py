@@ -24,7 +24,7 @@ class TemplateBudgetError(Exception):
 
 
 class Budget:
-    """Remaining units of work of a rendering."""
+    """Remaining work of one rendering. A unit is about one character processed by C code; ``STEP`` is a Python step."""
 
     def __init__(self, work: int) -> None:
         self._left = work
@@ -45,9 +45,10 @@ class Budget:
             check_cancelled()
 
     def read(self, value: Any) -> None:
-        """Spend the full size of a value: the length of a text, or the size of all contents of a container.
+        """Spend the cost of reading a whole value: its length for a text, the cost of all contents for a container.
 
-        Contents that occur several times in a container are counted each time.
+        Contents that occur several times in a container are counted each time. Raises the errors of :meth:`spend` and
+        :func:`check_bits`.
         """
         if type(value) is str:
             return self.spend(STEP + len(value))

@@ -96,9 +96,9 @@ def _stripped_of_tags(text: Any) -> int:
 
 
 def formatted(text: Any, given: Any) -> int:
-    """Return the cost of ``text % given``: the widths, and the values as often as placeholders may use them.
+    """Return the cost of ``text % given``: all widths, and each value as often as placeholders can use it.
 
-    A ``*`` reads its width from a number in ``given``.
+    With a ``*`` in ``text``, every number in ``given`` counts as a width.
     """
     if not isinstance(text, str | bytes):
         return 0
@@ -112,7 +112,7 @@ def formatted(text: Any, given: Any) -> int:
 
 
 def _totals(value: Any) -> tuple[int, int]:
-    """Return the size of a value as text, and the sum of the numbers in the value. Spends the cost of the traversal."""
+    """Return the length of a value as text, and the sum of the integers in it. Spends the cost of the traversal."""
     total, numbers, waiting = 0, 0, [value]
     budget = current_budget()
     while waiting:
@@ -131,12 +131,12 @@ def _totals(value: Any) -> tuple[int, int]:
 
 
 def dated(form: Any) -> int:
-    """Return the memory for formatting a date. Python tries larger and larger buffers."""
+    """Return the memory for formatting a date, in bytes. Python tries larger and larger buffers."""
     return _DATE_BYTES * length(form)
 
 
 def _json(value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, *_: Any) -> int:
-    """Return the cost of indentation and separators in JSON: one of each for every item."""
+    """Return the number of characters of indentation and separators in JSON. Every item has one of each."""
     width = number(indent) or length(indent)
     between = sum(len(_text(one)) for one in separators) if length(separators) else 2
     total, waiting = 0, [(value, 1)]

@@ -65,10 +65,13 @@ _LEFT_OUT_FILTERS = ("urlize", "pprint")
 
 
 def _bounded(name: str, function: Callable[..., Any], growth: Callable[..., int] | None = None) -> Callable[..., Any]:
-    """Return the filter or test wrapped so that it first spends its cost.
+    """Return a filter or test that spends its cost and then calls ``function``.
 
     Args:
-        growth: returns the additional cost in characters (:mod:`metal_engine.text.template_growth`).
+        name: name of the filter or test in templates.
+        function: the filter or test.
+        growth: takes the arguments of the filter. Returns the additional cost in characters
+            (:mod:`metal_engine.text.template_growth`).
     """
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
     is_deep, is_free = name in _DEEP, name in _FREE
@@ -90,7 +93,7 @@ def _bounded(name: str, function: Callable[..., Any], growth: Callable[..., int]
 
 
 def _paid(result: Any) -> Any:
-    """Return ``result``. Spend the length of a text first: escaping can write 12 characters for one."""
+    """Return ``result``. If it is a text, first spend its length: escaping can write 12 characters for one."""
     if isinstance(result, str):
         current_budget().spend(2 * len(result))
     return result
@@ -104,13 +107,13 @@ def _each(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _weighed(value: Any) -> Any:
-    """Return the value after spending its full size."""
+    """Spend the cost of reading the whole value. Return the value."""
     current_budget().read(value)
     return value
 
 
 def _glanced(value: Any) -> Any:
-    """Return the value after spending its length."""
+    """Spend the cost of copying or searching the value (:meth:`Budget.glance`). Return the value."""
     current_budget().glance(value)
     return value
 
@@ -122,7 +125,7 @@ def _concat(pieces: Iterable[str]) -> str:
 
 
 def _concatenated(values: list[Any]) -> str:
-    """Return the result of the operator ``~``."""
+    """Return the result of Jinja's operator ``~``, which converts values to text and joins them."""
     current_budget().read(values)
     return "".join(map(str, values))
 
@@ -178,7 +181,10 @@ def _through(name: str, node: Any) -> nodes.Expr:
 
 
 def _made(value: Any) -> Any:
-    """Return a new list after spending the cost of its memory. The cost of its contents is already spent."""
+    """Spend the cost of the memory of a list that the template has just created. Return the list.
+
+    The cost of its contents is already spent.
+    """
     current_budget().spend(STEP * len(value))
     return value
 

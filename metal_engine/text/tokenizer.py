@@ -25,7 +25,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Map each character of byte-level tokens (GPT-2) to its byte. Printable Latin-1 characters map to themselves."""
+    """Return the byte of each character in byte-level (GPT-2) tokens. Printable Latin-1 characters stay unchanged."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
     return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -100,7 +100,8 @@ class Tokenizer:
         """Return a copy that refuses long texts of more than ``max_tokens`` tokens.
 
         The copy raises :class:`TextTooLongError` early, because encoding a long text completely could take half a
-        minute. A short text, which one call can encode, may have more than ``max_tokens`` tokens.
+        minute. The copy does not refuse a text that is short enough for one call of the tokenizer: callers must check
+        the number of its tokens.
 
         Args:
             context_length: context length for error messages, in tokens. Default: ``max_tokens``.
@@ -200,8 +201,8 @@ class Tokenizer:
     def special_token_texts(self) -> dict[str, int]:
         """Ids of the tokens that grammars treat as special, by their texts.
 
-        llguidance treats all added tokens in angle brackets as special. Many tokenizers add ``<tool_call>`` and
-        ``</think>`` as plain tokens.
+        They include all added tokens in angle brackets, as in llguidance. Many tokenizers declare such tokens, for
+        example ``<tool_call>`` and ``</think>``, as not special.
         """
         added = self.hf_tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return {
@@ -268,11 +269,12 @@ class Tokenizer:
         """Render a conversation with the chat template, and encode it.
 
         Args:
-            messages: messages of the conversation.
-            template_kwargs: variables of the chat template, under any names.
+            messages: messages of the conversation, in OpenAI's form.
+            template_kwargs: variables of the chat template, such as ``tools``. With ``continue_final_message``, the
+                prompt ends with the last message (see :func:`metal_engine.text.chat_template.render`).
 
         Returns:
-            Token ids of the prompt. By default it ends with the generation prompt.
+            Token ids of the prompt. By default the prompt ends with the generation prompt.
 
         Raises:
             ValueError: the model has no chat template, the template refuses the messages, or the rendered text cannot
@@ -302,10 +304,10 @@ class Tokenizer:
             raise ValueError("the messages are nested too deep") from error
 
     def _check_length(self, arguments: dict[str, Any]) -> None:
-        """Raise TextTooLongError if all texts together are too long for a prompt, before they are processed.
+        """Raise TextTooLongError if the texts of all arguments together are too long for a prompt.
 
-        The template might leave out some of these texts, but each text is copied, sometimes several times, before the
-        template runs.
+        The check comes before the texts are processed. The template might leave out some of the texts, but each text is
+        copied before the template runs, sometimes several times.
         """
         if self._max_chars is None:
             return
@@ -323,7 +325,11 @@ class Tokenizer:
                     raise self._too_long(name=name)
 
     def encode_filled(self, template: str, texts: dict[str, str]) -> list[int]:
-        """Fill texts into a template at ``{name}``, and encode it. Control tokens spelled in the texts stay text.
+        """Fill texts into a template and encode the result. Control tokens that are spelled in the texts stay text.
+
+        Args:
+            template: template for ``str.format``, e.g. ``Query: {query}``. Not a chat template.
+            texts: text for each name in the template.
 
         Raises:
             ValueError: a text is not valid Unicode, or cannot be encoded.

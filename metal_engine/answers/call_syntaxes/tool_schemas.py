@@ -100,7 +100,7 @@ class ToolSchema:
         return Document(self.schema, strict=False)
 
     def resolve(self, schema: Schema) -> Any:
-        """Return the schema to which a schema's ``$ref`` refers; True, which allows any value, if it cannot be found."""
+        """Return the target of a schema's ``$ref``. If there is no target, return True, which allows any value."""
         try:
             return self._document.resolve(self._document.pointer_of(schema))
         except (NotUnderstoodError, ValueError):
