@@ -1,1 +1,1 @@
-"""Constrained output: grammars, their processes, and the masks of allowed tokens."""
+"""Constrained output: compiles grammars in separate processes, and computes the masks of allowed tokens."""

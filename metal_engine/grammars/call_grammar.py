@@ -1,4 +1,4 @@
-"""Grammars of tool calls in the tokens of a vocabulary, and the search for tools whose schemas cannot be compiled."""
+"""Grammars of tool calls for one vocabulary, and the search for tools whose schemas cannot be compiled."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ _NOT_CHECKED = "too many schemas cannot be compiled"
 
 
 class CallGrammar:
-    """Grammar of the calls that a mark begins. If a tool's arguments are left open, any arguments are allowed.
+    """Grammar of the calls that a mark begins.
+
+    If the schema of a tool cannot be compiled, the arguments of the tool are left open: the grammar allows arguments of
+    any kind.
 
     Args:
         trigger: mark and grammar.
         special: ids of the vocabulary's special tokens, by their texts.
 
     Attributes:
-        marks: for each mark that begins a call, its text, and the part of the text after its last special token. The
-            grammar begins with this part.
-        opened: indices of the rules for arguments that are left open, because the grammar could not be compiled.
+        marks: pairs of a mark that begins a call, and its tail. The tail is the part of the mark after its last special
+            token. The grammar begins with the tail.
+        opened: indices of the rules for arguments that are left open.
     """
 
     def __init__(self, trigger: CallTrigger, special: Mapping[str, int]) -> None:
@@ -48,16 +51,16 @@ class CallGrammar:
         return len(self._arguments)
 
     def tool(self, index: int) -> str:
-        """Return the name of the tool to which a rule for arguments belongs."""
+        """Return the name of the tool to which the rule for arguments at ``index`` belongs."""
         return self._arguments[index].tool
 
     @cached_property
     def key(self) -> bytes:
-        """Hash of the grammar without open arguments."""
+        """Hash of the grammar in which no arguments are left open."""
         return hashlib.sha256(self.wanted(())).digest()
 
     def wanted(self, opened: Collection[int]) -> bytes:
-        """Return the grammar as JSON, in the format of a wanted grammar (:mod:`metal_engine.grammars.source`).
+        """Return the grammar as JSON text of a wanted grammar, as defined in :mod:`metal_engine.grammars.source`.
 
         Args:
             opened: indices of the rules for arguments that are left open.
@@ -81,15 +84,15 @@ Check = Callable[[frozenset[int]], tuple[str, float]]
 
 
 def faulty_arguments(num_arguments: int, problem: str, check: Check) -> dict[int, str]:
-    """Return the indices of the arguments that make a grammar fail, each with the problem.
+    """Return the indices of the arguments that make a grammar fail, each with the error message.
 
-    Halves the arguments repeatedly. If the limits of the search are reached, arguments that are not known to be correct
-    count as faulty.
+    The search halves the arguments repeatedly. Arguments that the search could not check, because it has reached its
+    limits, count as faulty. If both halves compile and only their union fails, the second half counts as faulty.
 
     Args:
-        num_arguments: number of arguments, at least 1. The grammar fails if none is open.
-        problem: problem of the grammar.
-        check: compiles the grammar.
+        num_arguments: number of rules for arguments, at least 1.
+        problem: error message of the grammar in which no arguments are open.
+        check: compiles the grammar with open arguments at the given indices (see ``Check``).
     """
     return _Search(num_arguments, check).among(range(num_arguments), problem)
 
@@ -102,11 +105,11 @@ class _Search:
         self._seconds_left = _MAX_CPU_SECONDS
 
     def among(self, suspects: Sequence[int], problem: str) -> dict[int, str]:
-        """Return the faulty arguments among ``suspects``, each with its problem.
+        """Return the faulty arguments among ``suspects``, each with the error message.
 
         Args:
-            suspects: indices of arguments. The grammar fails if all other arguments are open.
-            problem: problem of the grammar with these arguments.
+            suspects: indices of arguments. The grammar fails even if all other arguments are open.
+            problem: error message of that grammar.
         """
         if len(suspects) == 1:
             return {suspects[0]: problem}
@@ -124,9 +127,9 @@ class _Search:
         return found
 
     def _problem_within(self, suspects: Sequence[int]) -> str:
-        """Compile the grammar with all arguments open except ``suspects``. Return its problem; empty on success.
+        """Compile the grammar with all arguments open except ``suspects``. Return the error message; empty on success.
 
-        Returns ``_NOT_CHECKED`` if the limits of the search are reached.
+        Return ``_NOT_CHECKED`` without compiling if the search has reached its limits.
         """
         if not self._num_left or self._seconds_left <= 0:
             return _NOT_CHECKED

@@ -48,10 +48,10 @@ _POLL_SECONDS = 0.02
 
 
 class GrammarRefusedError(ParameterError):
-    """Raised if the process of a grammar could not compile it.
+    """Raised if llguidance refuses a grammar, or if its compilation exceeds a limit on time or memory.
 
     Attributes:
-        seconds: CPU time that compilation took; infinite if it exceeded a limit.
+        seconds: CPU time of the compilation; infinite if a limit was exceeded.
     """
 
     def __init__(self, problem: str, seconds: float) -> None:
@@ -66,10 +66,13 @@ class GrammarTask:
         self._compiled = compiled
 
     def result(self, deadline: float) -> CompiledGrammar | None:
-        """Wait for the compiled grammar until ``deadline``, a time of ``time.monotonic``. Return None after that time.
+        """Wait for the compilation. Return the grammar; None if the compilation has not ended by ``deadline``.
+
+        Args:
+            deadline: time of ``time.monotonic`` in seconds.
 
         Raises:
-            ValueError: the grammar cannot be compiled.
+            ValueError: the grammar cannot be compiled, or too many other grammars wait to be compiled.
         """
         if isinstance(self._compiled, CompiledGrammar):
             return self._compiled
@@ -84,7 +87,7 @@ class GrammarTask:
 
 
 class GrammarCompiler:
-    """Compiler of grammars for one tokenizer. Keeps grammars that outputs use, and recent grammars. Thread-safe.
+    """Compiler of grammars for one tokenizer. Caches grammars that outputs use, and recent grammars. Thread-safe.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -106,16 +109,20 @@ class GrammarCompiler:
         self._in_use: weakref.WeakValueDictionary[bytes, CompiledGrammar] = weakref.WeakValueDictionary()
 
     def compile(self, params: StructuredOutputsParams, **place: Any) -> CompiledGrammar:
-        """Return the grammar of a structured output: a grammar that this compiler keeps, or a newly compiled grammar.
-
-        If the structured output is only a part of the output, ``place`` has ``tail`` and the other fields of
-        :mod:`metal_engine.grammars.source` that describe the part.
+        """Return the grammar of a structured output, from the cache or newly compiled.
 
         Takes milliseconds for most grammars and at most a second, plus the wait for earlier compilations. The first
         call also waits for the process that loads the tokenizer, about a second for a large vocabulary.
 
+        Args:
+            params: parameters of the structured output.
+            place: ``tail`` and the fields that may accompany it, as in :mod:`metal_engine.grammars.source`. They
+                describe the text around a structured output that follows a mark. Empty if the structured output is the
+                whole output.
+
         Raises:
-            ParameterError: the grammar is invalid, too large, or has constraints that cannot be enforced.
+            ParameterError: the grammar is invalid, too large, or has constraints that cannot be enforced; no process
+                can be started, or too many processes of other grammars run.
             OverloadedError: too many other grammars wait to be compiled.
             Cancelled: the request was cancelled.
         """
@@ -126,10 +133,10 @@ class GrammarCompiler:
         return self._once(hashlib.sha256(wanted).digest(), partial(self._compile, wanted))
 
     def compile_call(self, grammar: CallGrammar) -> GrammarTask:
-        """Start compiling the grammar of a tool call in the background, unless it is compiled already. Return the task.
+        """Start compiling the grammar of a tool call in the background, unless the cache has it. Return the task.
 
-        If the grammar cannot be compiled, the arguments of some tools are left open, with a warning in the log, and
-        ``grammar.opened`` names them.
+        If the grammar cannot be compiled, the arguments of some tools are left open. The task then logs a warning, and
+        stores their indices in ``grammar.opened``.
         """
         known = self._known(grammar.key)
         if known is not None:
@@ -172,7 +179,7 @@ class GrammarCompiler:
         return compiled
 
     def close(self) -> None:
-        """Release the kept grammars, abort compilations, and end the process that has loaded the tokenizer."""
+        """Clear the cache, abort compilations, and end the process that has loaded the tokenizer."""
         with self._lock:
             self._is_closed = True
             self._kept.clear()
@@ -232,7 +239,11 @@ class GrammarCompiler:
         return sum(not one.is_suspended for one in list(self._in_use.values()))
 
     def _reopened(self, wanted: bytes) -> socket.socket:
-        """Return a socket to a new process that compiles a grammar again. Raises ForkError if there is no process."""
+        """Send a grammar to a new process, which compiles it again. Return the socket to the process.
+
+        Raises:
+            ForkError: no process can be started.
+        """
         with self._lock:
             self._free_process()
         channel = self._process.connect()
@@ -276,12 +287,14 @@ class GrammarCompiler:
 
 
 def _ask(channel: socket.socket, wanted: bytes) -> tuple[float, str]:
-    """Compile a grammar in the process at the other end of ``channel``. Closing the socket ends that process.
-
-    Raises Cancelled if the request was cancelled.
+    """Compile a grammar in the process at the other end of ``channel``.
 
     Returns:
-        The result of :func:`unpack_compiled`.
+        CPU time of the compilation in seconds, and the error message, which is empty on success
+        (:func:`unpack_compiled`).
+
+    Raises:
+        Cancelled: the request was cancelled. The process runs until the caller closes the socket.
     """
     with contextlib.suppress(OSError):  # if the process has ended, the answer below is None
         channel.sendall(framed(wanted))
@@ -289,7 +302,7 @@ def _ask(channel: socket.socket, wanted: bytes) -> tuple[float, str]:
 
 
 def _wanted(params: StructuredOutputsParams) -> dict[str, Any]:
-    """Return the fields of the parameters that define the grammar."""
+    """Return the fields of a wanted grammar (:mod:`metal_engine.grammars.source`) that the parameters define."""
     if params.json_object:
         fields: dict[str, Any] = {"json": {"type": "object"}}
     elif params.json is not None:

@@ -14,11 +14,13 @@ def first_line(message: str) -> str:
 
 
 def compile_problem(message: str, regex: str | None) -> str:
-    """Return one line about an error of compiling a grammar.
+    """Return one line that describes why a grammar cannot be compiled.
+
+    For a faulty regular expression, the line has the number of the faulty character, from 1.
 
     Args:
         message: llguidance's message.
-        regex: the regular expression, if that is the whole grammar.
+        regex: regular expression that is the whole grammar; None for other grammars.
     """
     found = _REGEX_ERROR.search(message)
     if found is None:

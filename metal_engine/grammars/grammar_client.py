@@ -49,7 +49,7 @@ class _ProcessEndedError(Exception):
 
 
 class SegmentEnd(Exception):
-    """Raised if the grammar of a :class:`metal_engine.grammars.mark_scanner.Segment` is complete.
+    """Raised if an output has completed the grammar of a :class:`metal_engine.grammars.mark_scanner.Segment`.
 
     No further text belongs to the segment.
 
@@ -65,9 +65,9 @@ class SegmentEnd(Exception):
 class CompiledGrammar:
     """Compiled grammar in a separate process. Implements :class:`metal_engine.token_rules.Grammar`.
 
-    All outputs with the same grammar share the process. It ends when neither an output nor the compiler references the
-    grammar. While no output uses the grammar, it can be suspended: its process ends, and the next output starts a new
-    process, which compiles the grammar again.
+    All outputs with the same grammar share the process. The process ends when neither an output nor the compiler
+    references the grammar. While no output uses the grammar, the grammar can be suspended: its process ends, and the
+    next output starts a new process, which compiles the grammar again.
 
     Args:
         channel: socket to the process.
@@ -77,7 +77,7 @@ class CompiledGrammar:
 
     Attributes:
         compile_seconds: CPU time that compilation took.
-        needs_replacement: True if the process has ended or grown much. New outputs should use another process.
+        needs_replacement: True if the process has ended, failed or grown much. New outputs should use another process.
         num_restarts: number of processes that were started because the previous process ended while outputs used it.
     """
 
@@ -118,7 +118,7 @@ class CompiledGrammar:
         return self._is_suspended
 
     def suspend(self) -> None:
-        """Suspend the process if no output uses it and the grammar compiles quickly."""
+        """End the process until the next output, if no output uses it and the grammar compiles quickly."""
         with self._lock:
             if not self._can_be_suspended or self._is_suspended or self._num_live:
                 return
@@ -128,13 +128,13 @@ class CompiledGrammar:
             self._is_suspended = True
 
     def _drop_messages(self) -> None:
-        """Drop all messages from and to the process, and close its socket, which ends it."""
+        """Drop all messages from and to the process, and close the socket. The process then ends."""
         for left in (self._asked, self._answers, self._unsent, self._received):
             left.clear()
         self._close()
 
     def _wake(self) -> None:
-        """Start a new process, which compiles the grammar again. Its first answer is about the compilation."""
+        """Start a new process, which compiles the grammar again. The first answer is the result of the compilation."""
         try:
             self._set_channel(self._reopen())
         except ForkError:
@@ -143,12 +143,12 @@ class CompiledGrammar:
         self._asked.appendleft(_COMPILING)
 
     def restart(self, num_restarts: int) -> None:
-        """Start a new process after the process has ended. Each output must then send all of its tokens again.
+        """Replace a process that has ended by a new process. Each output must then send all of its tokens again.
 
-        No effect if another output has started the new process already.
+        Does nothing if another output has already replaced the process.
 
         Args:
-            num_restarts: value of :attr:`num_restarts` when the caller last sent a message to the process.
+            num_restarts: value of :attr:`num_restarts` when the calling output last sent a message.
 
         Raises:
             ValueError: the number of new processes has reached its limit.
@@ -194,18 +194,20 @@ class CompiledGrammar:
         self._exchange(0.0)
 
     def answer(self, output_id: int, deadline: float) -> np.ndarray | None:
-        """Return the masks of the next token and after the first drafts; None if they have not arrived by ``deadline``.
+        """Return the masks that :meth:`ask` has requested; None if they have not arrived by ``deadline``.
 
         Args:
+            output_id: id of the output.
             deadline: time of ``time.monotonic`` in seconds.
 
         Returns:
-            [1 + number of drafts, ceil(vocabulary / 32)] int32; fewer rows if some masks could not be computed.
+            [1 + number of drafts, ceil(vocabulary / 32)] int32: the mask of the next token, and a mask after each
+            draft. Fewer rows if some masks after drafts could not be computed.
 
         Raises:
             ValueError: a token is not allowed, the grammar is too complex, or the process has not answered for
                 ``_ANSWER_SECONDS``.
-            SegmentEnd: the segment has ended.
+            SegmentEnd: the segment has ended. Only for grammars of segments.
             _ProcessEndedError: the process has ended.
         """
         while output_id not in self._answers:
@@ -235,7 +237,7 @@ class CompiledGrammar:
         return np.frombuffer(masks, np.int32).reshape(num_masks, -1)[:, : self._num_words]
 
     def _exchange(self, seconds: float) -> bool:
-        """Send and receive pending data. Wait up to ``seconds`` for the socket. Return True if it was ready."""
+        """Send and receive pending data. Wait up to ``seconds`` for the socket. Return False if it was not ready."""
         if not self._is_open:
             return False
         poll = select.poll()
@@ -314,16 +316,20 @@ class GrammarMatcher:
             self._is_asked, self._masks = True, None
 
     def _ask(self, token_ids: Sequence[int]) -> None:
-        """Send ``token_ids`` and the current drafts to the process. A new process gets all tokens of the output."""
+        """Send ``token_ids`` and the current drafts to the process. If the process is new, send all tokens instead."""
         is_new = self._num_restarts < self._grammar.num_restarts
         self._num_restarts = self._grammar.num_restarts
         self._grammar.ask(self.output_id, self._token_ids if is_new else token_ids, self._drafts)
         self._num_before = len(self._token_ids) - self._num_new if is_new else 0
 
     def _answer(self, deadline: float) -> np.ndarray | None:
-        """Return the requested masks as :meth:`CompiledGrammar.answer`, with its errors ValueError and SegmentEnd.
+        """Return the requested masks, as :meth:`CompiledGrammar.answer` does.
 
-        If the process has ended, a new process computes them.
+        If the process has ended, a new process computes the masks.
+
+        Raises:
+            ValueError: the errors of :meth:`CompiledGrammar.answer`, or too many processes of the grammar have ended.
+            SegmentEnd: the segment has ended.
         """
         while True:
             if self._num_restarts < self._grammar.num_restarts:

@@ -19,14 +19,14 @@ _PARTIAL_BYTES = 4
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Constrained part of an output, from a mark on.
+    """Constrained part of an output that begins at a mark.
 
     Attributes:
-        grammar: grammar of the text from ``tail`` on.
-        tail: end of the mark that the grammar begins with: the bytes after the mark's last special token.
-        is_call: True for a tool call; False for a structured output, which lasts until the end.
+        grammar: grammar of the segment. It begins with ``tail``.
+        tail: bytes of the mark after its last special token; empty if the mark ends with a special token.
+        is_call: True for a tool call; False for a structured output, which lasts until the end of the output.
         is_whole: True for a tool call that is the whole content.
-        openings: texts that begin reasoning, if they are the first text of the segment after white space.
+        openings: texts that begin reasoning instead of the segment if they are its first text, after white space.
     """
 
     grammar: GrammarTask
@@ -38,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """A mark in free text, and what it begins."""
+    """Mark in free text. ``target`` is the free phase or the segment that begins after the mark."""
 
     text: bytes
     target: FreePhase | Segment
@@ -51,13 +51,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Entry:
-    """Beginning of a segment.
+    """Result of :meth:`MarkScanner.add` at the beginning of a segment.
 
     Attributes:
         mark: mark that begins the segment.
-        token_ids: tokens that the segment's grammar has to consume so far.
-        is_partial: True if the text may still become another text than the mark.
-        rest: part of the last token after the mark.
+        token_ids: tokens so far that the segment's grammar has to consume, beginning with the mark's tail.
+        is_partial: True if the mark is still incomplete. Later text may differ from the mark.
+        rest: bytes of the last token after the mark.
     """
 
     mark: Mark
@@ -67,7 +67,7 @@ class Entry:
 
 
 class PlainTokens:
-    """Tokens whose bytes exclude the first bytes of all marks, so marks begin only in other tokens.
+    """Set of the tokens that do not contain the first byte of any mark. No mark can begin in these tokens.
 
     Shared by all outputs whose marks have the same first bytes.
 
@@ -96,15 +96,15 @@ class PlainTokens:
 
 @dataclass(eq=False, slots=True)
 class MarkScanner:
-    """Follows the free phases of one output, a token at a time.
+    """Search for marks in the free text of one output, a token at a time.
 
     Args:
         marks: marks that end each phase.
         plain: tokens without the first byte of any mark, for each phase.
         token_bytes: returns the UTF-8 bytes of a token.
-        phase: current phase.
-        first_marks: marks that end the content only at its beginning, after white space or reasoning. Empty once the
-            output has other content.
+        phase: current phase. It changes at a mark whose target is a phase.
+        first_marks: marks that count only at the beginning of the content, after white space or reasoning. Empty once
+            the output has other content.
 
     Attributes:
         num_reasoning_tokens: number of tokens of reasoning so far.
@@ -131,9 +131,10 @@ class MarkScanner:
         return other
 
     def add(self, token_id: int) -> Entry | None:
-        """Process the next token. Return the entry of a segment if one begins, or may begin; None for free text.
+        """Process the next token of free text. Return an entry if a segment begins or may begin; otherwise None.
 
-        The mark of the segment, or its beginning, is in the text up to this token.
+        A segment begins if the token completes a mark. A segment may begin if the text up to this token ends with a
+        large enough part of a mark.
         """
         if not self._text and token_id in self.plain[self.phase]:  # most tokens
             self.num_reasoning_tokens += self.phase == "reasoning"
@@ -165,7 +166,7 @@ class MarkScanner:
 
     @property
     def known_plain_tokens(self) -> Set[int]:
-        """Known tokens that cannot begin another phase. Empty while earlier text may become a mark."""
+        """Tokens known not to begin another phase. Empty while earlier text may be the beginning of a mark."""
         is_at_beginning = self.first_marks and self.phase == "content"
         return frozenset() if self._text or is_at_beginning else self.plain[self.phase].known
 
@@ -176,7 +177,10 @@ class MarkScanner:
         self._tokens = self._tokens[-1:] if text else []
 
     def _first_mark(self) -> tuple[int, Mark] | None:
-        """Return the first mark in the text and its position. Of several marks there, the first in the list wins."""
+        """Return the position of the first mark in the text, and the mark; None if there is none.
+
+        If several marks begin at this position, the first of them in the list wins.
+        """
         found = None
         for mark in self._possible_marks():
             at = self._text.find(mark.text)
@@ -212,10 +216,10 @@ class MarkScanner:
         self._text = self._text[length:]
 
     def _partial_entry(self) -> Entry | None:
-        """Return the entry into a segment whose mark is incomplete at the end of the text; None without such a mark.
+        """Return the entry into a segment if the text ends with an incomplete mark; otherwise None.
 
-        The text must have the mark's first part, and at least one byte of its ``tail``. The segment's grammar begins
-        with ``tail``, so it can compute masks while the mark is incomplete.
+        The text must have all special tokens of the mark, and at least one byte of the mark's ``tail``. The segment's
+        grammar begins with ``tail``, so it can compute masks while the mark is incomplete.
         """
         for mark in self._possible_marks():
             segment = mark.target

@@ -1,4 +1,4 @@
-"""Converts the marks of grammars of tool calls, ``@"text"``, to special tokens and strings of a vocabulary."""
+"""Converts marks (``@"text"``) in the grammars of tool calls to special tokens of a vocabulary and strings."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _TEXT_UNTIL = re.compile(rf"^(\w+)\[suffix={_MARK}\]: (.*)$", re.MULTILINE)
 def without_marks(grammar: str, special: Mapping[str, int]) -> str:
     """Return Lark rules in which special tokens and strings replace the marks.
 
-    A rule ``name[suffix=mark]`` is a text up to a mark. llguidance does not accept special tokens as suffixes. If the
-    mark has a special token, the text becomes a terminal up to this token, because terminals never contain special
-    tokens. The text must not contain the mark as plain characters either, because a parser of the output could not
-    distinguish it from the mark.
+    A rule ``name[suffix=mark]`` matches a text up to a mark. llguidance does not accept special tokens as suffixes. If
+    the mark has a special token, the text becomes a terminal up to this token, because terminals never contain special
+    tokens. The terminal also excludes the plain characters of the mark, because a parser of the output could not
+    distinguish them from the mark.
 
     Args:
         grammar: Lark rules, as in :class:`metal_engine.output_phases.CallTrigger`.
@@ -75,5 +75,5 @@ def token_ranges(token_ids: Iterable[int]) -> str:
 
 
 def _pattern(special: Mapping[str, int]) -> re.Pattern[str]:
-    """Return a pattern that finds special tokens, the longest first."""
+    """Return a pattern that finds the texts of special tokens. At one position, the longest text matches."""
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")

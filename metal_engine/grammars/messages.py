@@ -39,11 +39,14 @@ def pack_refused(seconds: float, problem: str) -> bytes:
 
 
 def unpack_compiled(answer: bytes | bytearray | None) -> tuple[float, str]:
-    """Parse the answer to a grammar; None stands for a missing answer.
+    """Parse the answer to a grammar.
+
+    Args:
+        answer: answer of the process; None if the process has ended without an answer, because it exceeded a limit.
 
     Returns:
-        Seconds of CPU time that compilation took, and the reason of a failure (empty on success). Infinite seconds if
-        the process has ended without an answer, because it exceeded a limit.
+        CPU time of the compilation in seconds, which is infinite without an answer, and the error message, which is
+        empty on success.
     """
     if answer is None:
         return math.inf, "takes more time or memory to compile than a grammar may"
@@ -56,9 +59,13 @@ def unpack_compiled(answer: bytes | bytearray | None) -> tuple[float, str]:
 
 
 def pack_step(output_id: int, token_ids: Sequence[int], drafts: Sequence[int] = (), *, ends: bool = False) -> bytes:
-    """Return the message that sends an output's tokens and requests its next mask, and the masks after each draft.
+    """Return the message that sends an output's new tokens, and requests its next mask and the masks after each draft.
 
-    With ``ends``, the message ends the output. There is no answer then.
+    Args:
+        output_id: id of the output.
+        token_ids: new tokens of the output.
+        drafts: draft tokens after ``token_ids``.
+        ends: True to end the output instead. The process does not answer such a message.
     """
     return _STEP.pack(output_id, ends, len(drafts)) + array("I", [*token_ids, *drafts]).tobytes()
 

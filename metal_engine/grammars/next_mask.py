@@ -9,12 +9,12 @@ _SPECIAL = b"\xff"
 
 
 def next_mask(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> bytes:
-    """Return the mask of the next token: bit ``i % 8`` of byte ``i // 8`` for token ``i``.
+    """Return the mask of the next token. Bit ``i % 8`` of byte ``i // 8`` is 1 if token ``i`` is allowed.
 
-    If only one text may follow, llguidance's mask has only the text's first token. If the text begins like a special
-    token, llguidance's mask has the special token, although the grammar refuses it. This function then returns a mask
-    with a plain token. A required end-of-sequence token, such as the end of gpt-oss's calls, stays in the mask,
-    although llguidance reports it as refused.
+    If only one text may follow, llguidance's mask has only the first token of this text. If the text begins like a
+    special token, the mask has the special token, although the grammar refuses it. This function then returns a mask
+    with a plain token instead. A required end-of-sequence token, such as the end of gpt-oss's calls, stays in the mask,
+    although llguidance reports it as refused, too.
     """
     mask = bytes(matcher.compute_bitmask())
     only = _only_token(mask)
@@ -30,7 +30,7 @@ def next_mask(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) 
 
 
 def _only_token(mask: bytes) -> int | None:
-    """Return the only token of a mask; None if there are none or several."""
+    """Return the token that a mask allows if it allows exactly one token; otherwise None."""
     after = mask.lstrip(b"\0")
     if not after or after.count(0) != len(after) - 1 or after[0] & (after[0] - 1):
         return None

@@ -1,4 +1,4 @@
-"""Grammars of outputs with phases: free text, reasoning within a budget, structured output after it, tool calls."""
+"""Constraints of outputs with phases: free text, reasoning within a budget, structured output, tool calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PhaseRules:
         opening: segment at the start of an output that begins with either reasoning or the structured output; None if
             the output begins with free text.
         budget: maximum number of reasoning tokens; None: no limit.
-        end_tokens: tokens that end the reasoning at the budget.
+        end_tokens: tokens that are forced at the budget, to end the reasoning.
         several_calls: True if the output may have several tool calls.
     """
 
@@ -48,7 +48,7 @@ class PhaseRules:
 
     @cached_property
     def phases_before_structure(self) -> frozenset[FreePhase]:
-        """Free phases with a mark that begins a structured output. A mark that begins a tool call does not count."""
+        """Free phases that a mark can end by beginning a structured output. Marks of tool calls do not count."""
         targets = ((phase, mark.target) for phase, marks in self.marks.items() for mark in marks)
         return frozenset(phase for phase, target in targets if isinstance(target, Segment) and not target.is_call)
 
@@ -62,13 +62,14 @@ class PhaseRules:
 
 @dataclass(eq=False)
 class _LiveSegment:
-    """Segment that an output is in.
+    """State of the segment that an output is in.
 
     Attributes:
         grammar: grammar of the segment.
-        mark: mark that begins the segment; None for the opening of an output.
-        is_partial: True if the text is only the beginning of the mark so far.
-        openings: ``Segment.openings`` while the segment's text is the beginning of one of them; empty afterwards.
+        mark: mark that begins the segment; None for ``PhaseRules.opening``.
+        is_call: True for a tool call; False for a structured output.
+        is_partial: True if the output has only the beginning of the mark so far.
+        openings: ``Segment.openings`` while the segment's text is the beginning of an opening; empty afterwards.
         begun: text of the segment while ``openings`` has entries.
         unsent: tokens that were not sent to the grammar's process yet.
         sent: tokens of the last message to the grammar's process.
@@ -86,7 +87,14 @@ class _LiveSegment:
     matcher: GrammarMatcher | None = None
 
     def send(self, drafts: Sequence[int], deadline: float = 0.0) -> GrammarMatcher | None:
-        """Send the tokens, and request masks. Return the matcher; None if compilation has not ended by ``deadline``.
+        """Send the unsent tokens to the grammar's process, and request the next mask and the masks after the drafts.
+
+        Args:
+            drafts: draft tokens after the tokens of the output.
+            deadline: latest time to wait for the compilation, of ``time.monotonic`` in seconds; 0: do not wait.
+
+        Returns:
+            The matcher; None if the grammar is not compiled yet.
 
         Raises:
             ValueError: the grammar cannot be compiled.
@@ -103,9 +111,9 @@ class _LiveSegment:
 
 
 class PhaseMatcher:
-    """Follows one output through its phases. Implements :class:`metal_engine.token_rules.Matcher`.
+    """Matcher that follows one output through its phases. Implements :class:`metal_engine.token_rules.Matcher`.
 
-    Free text costs no mask. In a segment, the process of the segment's grammar computes the masks.
+    Free text needs no masks. In a segment, the process of the segment's grammar computes the masks.
 
     Attributes:
         num_unconstrained_calls: number of tool calls whose grammar failed, so that they are free text.
@@ -220,7 +228,7 @@ class PhaseMatcher:
             live.openings = ()
 
     def _end_forced(self) -> None:
-        """Stop forcing tokens after the last forced token. The reasoning ends in any case."""
+        """Stop forcing tokens after the last token of ``end_tokens``. The reasoning has then ended."""
         self._num_forced = None
         if self._segment is None and self._scanner.phase == "reasoning":
             # The text of the forced tokens differs from the mark, so the scanner has not found the mark.
@@ -231,12 +239,12 @@ class PhaseMatcher:
         return budget is not None and scanner.phase == "reasoning" and scanner.num_reasoning_tokens >= budget
 
     def _check_budget(self) -> None:
-        """Force the end of the reasoning at the budget."""
+        """Begin to force ``end_tokens`` if the reasoning has reached its budget."""
         if self._rules.end_tokens and self.is_free and self._is_at_budget(self._scanner):
             self._num_forced = 0
 
     def _end_call(self, later: Sequence[int]) -> None:
-        """End a tool call, and process ``later``, the tokens after the call."""
+        """End a tool call. Process ``later``, the tokens of the output after the call, as free text."""
         assert self._segment is not None and self._segment.mark is not None
         self._has_ended = self._segment.mark.is_whole or not self._rules.several_calls
         self._segment = None
@@ -244,7 +252,7 @@ class PhaseMatcher:
         self.observe(later)
 
     def _fail(self, error: ValueError) -> None:
-        """Handle the failure of a segment's grammar. A tool call goes on as free text.
+        """Handle the failure of a segment's grammar: a tool call continues as free text.
 
         Raises:
             ValueError: the segment is a structured output.

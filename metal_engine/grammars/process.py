@@ -9,7 +9,7 @@ llguidance runs only in these processes, for three reasons:
 
 In a separate process, llguidance delays no other request, and its memory is freed with the process. The limits are:
 
-- Compiling a grammar, including its first mask, takes at most ``COMPILE_CPU_SECONDS``.
+- Compiling a grammar takes at most ``COMPILE_CPU_SECONDS``. Its first mask has the limit of all masks.
 - A process grows by at most ``MAX_GROWTH`` bytes over the tokenizer's process.
 - A token's mask takes at most ``MASK_CPU_SECONDS``. The masks of a grammar take at most ``MEAN_MASK_CPU_SECONDS`` on
   average, beyond an allowance of ``BURST_CPU_SECONDS`` for states reached for the first time.
@@ -79,15 +79,15 @@ _LIMITS = llguidance.LLParserLimits(
 
 
 class EffortError(Exception):
-    """Raised if the masks of a grammar exceed their CPU time limit."""
+    """Raised if the masks of a grammar exceed the limit on their mean CPU time."""
 
 
 class GrammarServer:
-    """Serves the outputs of one grammar from a compiled matcher.
+    """Server for the outputs of one grammar, with a matcher for each output.
 
-    Masks after drafts come from a fork of this process. The fork is created with the current matchers when masks after
-    drafts are first requested, and receives later tokens together with the drafts after them. If the fork ends, one
-    answer reports its end, and later answers have only the mask for the next token.
+    Masks after drafts come from a fork of this process. The fork is created when masks after drafts are first
+    requested, and has the matchers of that time. It receives later tokens together with the drafts after them. If the
+    fork ends, one answer reports its end, and later answers have only the mask for the next token.
 
     Args:
         compiled: matcher of the compiled grammar.
@@ -121,7 +121,10 @@ class GrammarServer:
         self._drafts_credit = DRAFTS_BURST_CPU_SECONDS  # remaining allowance, used in the fork
 
     def answer(self, message: bytes) -> bytes | None:
-        """Process an output's tokens. Return the answer with its next masks or an error; None if the output ends."""
+        """Process a message of :func:`pack_step`.
+
+        Return the answer: masks, an error, or the end of the segment. Return None if the message ends the output.
+        """
         output_id, token_ids, drafts, ends = unpack_step(message)
         if ends:
             self._matchers.pop(output_id, None)
@@ -152,7 +155,15 @@ class GrammarServer:
         return matcher
 
     def _next_mask(self, matcher: llguidance.LLMatcher, token_ids: list[int], num_new: int) -> bytes:
-        """Return the mask after some tokens. ``num_new`` is the number of tokens since the previous mask."""
+        """Advance the matcher by ``token_ids``. Return the next mask.
+
+        Args:
+            num_new: number of tokens since the previous mask. Each token earns ``MEAN_MASK_CPU_SECONDS``.
+
+        Raises:
+            ValueError: a token is not allowed, or the grammar is too complex.
+            EffortError: the masks take too much CPU time on average.
+        """
         started = time.process_time()
         mask = mask_after(matcher, self._tokenizer, token_ids)
         earned = MEAN_MASK_CPU_SECONDS * max(num_new, 1)
@@ -168,9 +179,9 @@ class GrammarServer:
             os._exit(1)
 
     def _masks_after(self, output_id: int, drafts: list[int]) -> list[bytes]:
-        """Return the masks after the leading drafts of an output. The output's matcher does not change.
+        """Return the masks after each draft of an output. The output's matcher does not change.
 
-        The list is shorter than ``drafts`` if a mask cannot be computed, and empty if the fork has ended.
+        The list ends before the first mask that cannot be computed. If the fork has ended, the list is empty.
         """
         if self._fork is None:
             self._fork = Fork(self._draft_masks, self._channel)
@@ -184,10 +195,10 @@ class GrammarServer:
     # --- in the fork ---
 
     def _draft_masks(self, message: bytes) -> bytes | None:
-        """Process an output's tokens. Return the masks after each draft. Return None if the message ends the output.
+        """Process a message of :func:`pack_step`. Return the answer with the masks after each draft.
 
-        The list ends at the first mask that cannot be computed. After a draft that is not allowed, masks are empty,
-        because they are not used.
+        Return None if the message ends the output. The masks end before the first mask that cannot be computed. If the
+        grammar refuses a draft, the masks after this draft and all later drafts are zeros, because they are unused.
         """
         output_id, token_ids, drafts, ends = unpack_step(message)
         if ends:
@@ -225,7 +236,8 @@ class GrammarServer:
 def consume(matcher: llguidance.LLMatcher, token_ids: list[int]) -> None:
     """Advance a matcher by tokens. A token that takes more than ``MASK_CPU_SECONDS`` ends this process.
 
-    Raises ValueError if a token is not allowed, or if llguidance finds it too complex.
+    Raises:
+        ValueError: a token is not allowed, or llguidance's own limits are exceeded.
     """
     for token_id in token_ids:
         signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
@@ -236,7 +248,11 @@ def consume(matcher: llguidance.LLMatcher, token_ids: list[int]) -> None:
 
 
 def _consume_to_end(matcher: llguidance.LLMatcher, token_ids: list[int]) -> int | None:
-    """Advance a segment's matcher by tokens. Return the number of tokens up to its end; None if it has not ended."""
+    """Advance a segment's matcher by tokens, up to the end of the segment.
+
+    Return the number of leading tokens that belong to the segment; None if the segment has not ended. Raises ValueError
+    as :func:`consume` does.
+    """
     for i, token_id in enumerate(token_ids):
         if matcher.is_stopped():
             return i
@@ -256,7 +272,13 @@ def mask_after(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer,
 
 
 def compile_grammar(tokenizer: llguidance.LLTokenizer, wanted: bytes) -> llguidance.LLMatcher:
-    """Compile a request's grammar, and check that some token matches it. The caller must stop the CPU timer.
+    """Compile a request's grammar, and check that some token may begin it.
+
+    Leaves a CPU timer of ``MASK_CPU_SECONDS`` running, which ends this process. The caller must stop the timer.
+
+    Args:
+        tokenizer: tokenizer of the grammar.
+        wanted: wanted grammar as JSON (:mod:`metal_engine.grammars.source`).
 
     Raises:
         ValueError: the grammar is invalid, too large, or has constraints that cannot be enforced.
@@ -305,8 +327,8 @@ def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> 
 def main(control: socket.socket) -> None:
     """Load the tokenizer received from ``control``, then fork for every socket received after it.
 
-    The first message has the number of logits and the end-of-sequence ids, the second the tokenizer's JSON. The answer
-    is empty if the tokenizer was loaded, and the reason of the failure otherwise.
+    The first message has the number of logits and the end-of-sequence ids. The second message is the tokenizer's JSON.
+    The answer is empty if the tokenizer was loaded. Otherwise, the answer is the error message, and this process ends.
     """
     options = json.loads(receive(control))
     try:

@@ -1,14 +1,15 @@
-"""Converts structured output parameters to a grammar in llguidance's format. Loads no other package.
+"""Converts wanted grammars to llguidance's format. Loads no other package.
 
 A *wanted grammar* is a dictionary with the fields of a structured output or of a tool call:
 
 - A structured output has the fields of :class:`metal_engine.sampling_params.StructuredOutputsParams`. If it follows a
-  mark, ``tail`` is the end of the mark, with which the grammar begins. ``tail`` may be empty.
-- A tool call has ``call``, its Lark rules, and ``tails``. ``tails`` maps the end of each mark, with which the grammar
-  begins, to the name of the rule that derives the text after the mark.
+  mark, it also has ``tail``: the part of the mark after its last special token. The grammar begins with ``tail``, which
+  may be empty.
+- A tool call has ``call``, its Lark rules, and ``tails``. ``tails`` maps the tail of each mark to the name of the rule
+  that derives the text after the mark.
 
-``special`` belongs to ``tail`` and ``tails``. It contains the special tokens of the vocabulary, as llguidance's ranges
-of ids, and is empty if there are none.
+``special`` accompanies ``tail`` and ``tails``. It has the ids of the vocabulary's special tokens as ranges in
+llguidance's form, e.g. ``3,5-7``. It is empty if there are no special tokens.
 
 These fields may accompany ``tail``. Texts are in Lark's syntax:
 
@@ -38,15 +39,15 @@ _WHITESPACE = r"[ \t\r\n]{1,20}"
 
 
 def is_segment(message: bytes) -> bool:
-    """Return True if a wanted grammar, as JSON, is the grammar of a tool call, which other text may follow."""
+    """Return True if a wanted grammar (JSON) is the grammar of a tool call. Other text may follow a tool call."""
     return "call" in json.loads(message)
 
 
 def grammar_source(wanted: Mapping[str, Any]) -> str:
-    """Return a wanted grammar in llguidance's format.
+    """Convert a wanted grammar to llguidance's format.
 
     Raises:
-        ValueError: the grammar cannot be read.
+        ValueError: the schema or grammar of the client is invalid.
         RecursionError: the grammar is nested too deeply.
     """
     if "call" in wanted:
@@ -60,7 +61,7 @@ def grammar_source(wanted: Mapping[str, Any]) -> str:
 
 
 def _begun(wanted: Mapping[str, Any]) -> str:
-    """Return the Lark rules of a structured output, and of the texts that may take its place."""
+    """Return the Lark rule ``begun``: a structured output, or one of the alternatives that may take its place."""
     space = "" if "content_start" in wanted else "WS?"
     options = [f"{wanted.get('content_start', space)} @content"]
     rules = ""
@@ -76,13 +77,14 @@ def _begun(wanted: Mapping[str, Any]) -> str:
 
 
 def _after_mark(rests: Mapping[str, str], special: str) -> str:
-    """Return the Lark rules of a text that begins with the end of a mark.
+    """Return the Lark rules of a text that begins with the tail of a mark.
 
-    The grammar is used from the first characters of a mark on. Until the mark is complete, other text is allowed, too.
+    The grammar is used as soon as the output has the first characters of a tail. Therefore it also allows any text
+    without a complete tail.
 
     Args:
-        rests: text at the end of a mark -> Lark expression for the text after it.
-        special: ids of the special tokens, which plain text does not contain.
+        rests: Lark expression for the text after each tail.
+        special: ids of the special tokens, as llguidance's ranges. Plain text does not contain them.
     """
     if "" in rests:
         return f"start: {rests['']}"
@@ -99,7 +101,7 @@ def _after_mark(rests: Mapping[str, str], special: str) -> str:
 
 
 def _nested(outer: str, source: str) -> str:
-    """Return a grammar whose Lark rules refer to another grammar as ``@content``."""
+    """Return a grammar in llguidance's format: the Lark rules ``outer``, which refer to ``source`` as ``@content``."""
     inner = json.loads(source)["grammars"] if source.startswith('{"grammars"') else [{"lark_grammar": source}]
     inner[0]["name"] = "content"
     return json.dumps({"grammars": [{"lark_grammar": f"{outer}\nWS: /{_WHITESPACE}/\n"}, *inner]})

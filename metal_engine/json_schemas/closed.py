@@ -38,13 +38,14 @@ from metal_engine.json_schemas.document import (
 
 
 def closed(schema: Schema, *, strict: bool = False) -> Schema:
-    """Return the schema with its objects closed, or the same object if there is nothing to close.
+    """Return a copy of the schema with its objects closed. Return ``schema`` itself if there is nothing to close.
 
-    Every value that is valid under the result is valid under ``schema``. A schema is returned unchanged if it has a
+    Every value that is valid under the result is valid under ``schema``. ``schema`` itself is also returned if it has a
     nested ``$id`` or anchor, a reference to another document, or a reference without a target.
 
     Args:
-        strict: True to also close objects that name no properties. They can then have no properties.
+        schema: JSON schema.
+        strict: True to also close objects whose schema names no properties. Such objects must then be empty.
 
     Raises:
         ValueError: the schema is nested too deeply, or has so many references and compositions that closing takes
@@ -63,8 +64,8 @@ class _Role:
 
     Attributes:
         is_whole: True if no other schema applies to the value.
-        shared: property names that other schemas of the value define, too. None stands for all names. Then nothing is
-            closed.
+        shared: names of properties that several schemas of the value define. Their values are not closed. None stands
+            for all names.
     """
 
     def __init__(self, is_whole: bool, shared: frozenset[Any] | None) -> None:
@@ -73,7 +74,7 @@ class _Role:
         self.key = (is_whole, shared)
 
     def at(self, name: Any) -> _Role:
-        """Return the role of the schema of a property; ``name`` is ``LIST`` for the items of a list."""
+        """Return the role of the schema for the property ``name``. ``LIST`` stands for the items of a list."""
         return _PLAIN if self.shared is None or name in self.shared else _WHOLE
 
 
@@ -83,7 +84,7 @@ _PLAIN = _Role(False, None)
 
 
 class _Closing:
-    """State while one schema is closed.
+    """One run of :func:`closed`.
 
     Attributes:
         has_changed: True if an object has been closed.
@@ -116,7 +117,7 @@ class _Closing:
     # --- copies ---
 
     def _schema(self, schema: Any, role: _Role, depth: int) -> Any:
-        """Copy a schema for its role. References in the copy point to copies.
+        """Return a copy of a schema, closed as its role allows. References in the copy point to copies.
 
         Raises:
             NotUnderstoodError: the targets of references cannot be determined.
@@ -146,7 +147,15 @@ class _Closing:
         return copy
 
     def _value(self, key: str, value: Any, schema: Schema, role: _Role, depth: int) -> Any:
-        """Copy the value of a keyword."""
+        """Return a copy of the value of a keyword, closed as the role of ``schema`` allows.
+
+        Args:
+            key: the keyword.
+            value: value of the keyword in ``schema``.
+            schema: schema that has the keyword.
+            role: role of ``schema``.
+            depth: nesting depth of the value.
+        """
         if key == "$ref":
             return self._copy_of(self._document.pointer_of(schema), self._part(schema, role))
         if key == "properties" and isinstance(value, dict):
@@ -183,9 +192,9 @@ class _Closing:
 
     @staticmethod
     def _part(schema: Schema, role: _Role) -> _Role:
-        """Return the role of the subschemas that ``schema`` applies to its own value, as by ``allOf`` or ``$ref``.
+        """Return the role of subschemas for the same value as ``schema``: members of ``allOf``, the target of ``$ref``.
 
-        ``role`` is the role of ``schema``.
+        ``role`` is the role of ``schema`` itself.
         """
         if role.is_whole and is_composed(schema):
             return _Role(False, role.shared)
@@ -212,7 +221,11 @@ class _Closing:
         self.has_changed = True
 
     def _closer(self, names: Names) -> Schema | None:
-        """Return a schema that closes several schemas of one value together; None if they stay open."""
+        """Return one more member of ``allOf``, which closes all schemas of a value together; None if they stay open.
+
+        Args:
+            names: property names in all schemas of the value.
+        """
         if not names.has_object or names.is_open or not names.is_known:
             return None
         self.has_changed = True

@@ -52,7 +52,7 @@ class Names:
             listed as required. The key ``LIST`` stands for the items of a list.
         has_object: True if one of the schemas describes objects that can be closed.
         is_open: True if one of the schemas limits the properties or values itself.
-        is_known: True if the names are complete.
+        is_known: True if ``count`` has all names. False for recursive schemas, and for keywords such as ``not``.
     """
 
     def __init__(self) -> None:
@@ -89,10 +89,11 @@ class Names:
 
 
 class Document:
-    """A schema with the targets of its references. The work spent on it is limited.
+    """JSON schema that can resolve its references. All methods together may visit ``_MAX_EFFORT`` schemas.
 
     Args:
-        strict: True if objects that name no properties can be closed, too.
+        root: the schema.
+        strict: True if objects whose schema names no properties can be closed, too.
     """
 
     def __init__(self, root: Schema, *, strict: bool) -> None:
@@ -101,7 +102,11 @@ class Document:
         self._effort = 0
 
     def spend(self, depth: int, effort: int = 1) -> None:
-        """Add to the effort. Raises ValueError if the effort or ``depth`` exceeds its limit."""
+        """Count ``effort`` more visited schemas.
+
+        Raises:
+            ValueError: ``depth`` exceeds ``_MAX_DEPTH``, or the number of visited schemas exceeds ``_MAX_EFFORT``.
+        """
         self._effort += effort
         if depth > _MAX_DEPTH:
             raise ValueError("the schema is nested too deeply")
@@ -147,10 +152,12 @@ class Document:
         return self._strict and (kind == "object" or (isinstance(kind, list) and "object" in kind))
 
     def names_of(self, schema: Any, within: tuple[str, ...], depth: int) -> Names:
-        """Return the property names in a schema and in all schemas that apply to the same value through it.
+        """Return the property names in a schema, and in all schemas that it applies to the same value.
 
         Args:
-            within: references that have been followed to reach this schema.
+            schema: the schema.
+            within: references that have been followed to reach the schema.
+            depth: nesting depth of the schema.
 
         Raises:
             NotUnderstoodError: the target of a reference cannot be determined.
@@ -183,9 +190,10 @@ class Document:
         return names
 
     def are_apart(self, branches: list[Any], depth: int) -> bool:
-        """Return True if no value matches two branches, because of their types or the values of a required property.
+        """Return True if no value can match two of the branches.
 
-        Raises as :meth:`names_of`.
+        Two branches exclude each other if they have no type in common, or no value in common for a required property.
+        Return False if this cannot be determined. Raises the errors of :meth:`names_of`.
         """
         resolved = [self._followed(one) for one in branches]
         self.spend(depth, len(resolved) ** 2)
@@ -229,7 +237,7 @@ def is_composed(schema: Schema) -> bool:
 
 
 def _narrows_others(schema: Schema) -> bool:
-    """Return True if a schema constrains properties that other schemas name."""
+    """Return True if a schema also constrains the values of properties that it does not name."""
     return "patternProperties" in schema or not isinstance(schema.get("additionalProperties", True), bool)
 
 
@@ -249,7 +257,7 @@ def _types(schema: Schema) -> frozenset[str]:
 
 
 def _values(schema: Any) -> frozenset[str | bool] | None:
-    """Return the strings and booleans that a schema allows; None if it may allow other values."""
+    """Return the values that ``const`` or ``enum`` of a schema allows; None unless all are strings and booleans."""
     if not isinstance(schema, dict):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")

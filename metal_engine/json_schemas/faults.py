@@ -66,7 +66,7 @@ class SchemaFault:
     """Value in a schema that has the wrong type.
 
     Attributes:
-        place: names from the schema to the value, joined by dots; empty for the whole schema.
+        place: path of the value in the schema, e.g. ``properties.city.type``; empty for the whole schema.
         problem: description of the fault, without the place.
     """
 
@@ -104,8 +104,9 @@ def schema_fault(schema: Any) -> SchemaFault | None:
 def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, str | None, Any]]:
     """Yield keyword, name and schema for each schema directly within a schema.
 
-    The name is the schema's name or index in the value of the keyword; None if the value is the schema itself. The
-    values of keywords must have the right types. Definitions come last.
+    For ``properties``, the name is the name of the property. For ``anyOf``, the name is the index, e.g. ``"0"``. For
+    ``not``, whose value is itself a schema, the name is None. The values of keywords must have the right types.
+    Definitions come last.
     """
     for key, value in sorted(schema.items(), key=lambda item: item[0] in DEFINITIONS):
         if key in _NAMED:
@@ -117,7 +118,7 @@ def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, str | None, Any
 
 
 def _fault(place: _Place, wanted: str) -> SchemaFault:
-    """Return the fault of the value at a place."""
+    """Return a SchemaFault for the value at ``place``. ``wanted`` names the right type, e.g. ``a list``."""
     names: list[str] = []
     while place is not None:
         place, name = place
