@@ -45,13 +45,14 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class DecodedImage:
-    """An image after its header was read.
+    """Image whose number of tokens is known. Only its header was read if ``inputs`` is None.
 
     Attributes:
         grid: numbers that determine the image's tokens, as in
             :class:`metal_engine.media.families.base.ImageProcessorFamily`.
-        num_tokens: number of the image's tokens.
-        inputs: inputs of the encoder by name; None if the images up to and including this one have too many tokens.
+        num_tokens: number of the image's feature tokens.
+        inputs: inputs of the vision encoder by name; None if the images of the request up to and including this one
+            have too many tokens.
         content_hash: hash of the grid and the inputs; empty without inputs.
     """
 
@@ -62,9 +63,9 @@ class DecodedImage:
 
 
 class ImageDecoder:
-    """Decodes the images of requests in processes of their own. Thread-safe.
+    """Decoder of images in separate processes. Thread-safe.
 
-    Requests take turns: a request with many slow files must not delay the images of other requests.
+    Requests take turns, so that a request with many slow files does not delay the images of other requests.
 
     Args:
         vision: configuration of the model.
@@ -82,8 +83,8 @@ class ImageDecoder:
         Args:
             files: contents of image files.
             details: ``high`` or ``low`` for each file.
-            max_tokens: maximum number of tokens of all images together. Images beyond it are not decoded: only their
-                headers are read. 0: read all headers only.
+            max_tokens: maximum number of tokens of all images together. An image that exceeds it is not decoded: only
+                its header is read. 0: read only the headers.
 
         Raises:
             ImageError: an image cannot be used.
@@ -135,10 +136,10 @@ class ImageDecoder:
 
 
 class _Work:
-    """Work on the images of one request.
+    """Work on the images of one request, in one or more turns.
 
-    A fork decodes one image after another, until a request that has used less CPU time waits. The fork then ends.
-    The request's next turn starts a new fork.
+    In a turn, a fork decodes one image after another. The turn and the fork end if a request that has used less CPU
+    time waits. The request's next turn starts a new fork.
     """
 
     def __init__(self, connect: Callable[[], socket.socket], turns: FairQueue) -> None:
@@ -148,10 +149,16 @@ class _Work:
         self._time: float | None = None  # time of this request in ``FairQueue``; None before the first turn
 
     def decode(self, index: int, data: bytes, detail: str, max_tokens: int) -> DecodedImage:
-        """Return an image, with its inputs if it has at most ``max_tokens`` tokens. Waits for a turn if necessary.
+        """Decode an image. Wait for a turn if necessary.
+
+        Args:
+            index: index of the image in the request, for errors.
+            data: content of the file.
+            detail: ``high`` or ``low``.
+            max_tokens: maximum number of tokens. An image with more tokens has no ``inputs``.
 
         Raises:
-            ImageError: the image cannot be used. ``index`` is its index in the request.
+            ImageError: the image cannot be used.
             OverloadedError: no process can be started.
             Cancelled: the request was cancelled.
         """
@@ -183,7 +190,7 @@ class _Work:
         return DecodedImage(grid, num_tokens, arrays, bytes.fromhex(answer["hash"]))
 
     def _turn(self) -> socket.socket:
-        """Return the socket to this request's fork. Wait for a turn if the request has none or its turn is over."""
+        """Return the socket to this request's fork. Wait for a turn first if there is none, or if the turn is over."""
         if self._channel is not None and self._time is not None and self._turns.is_over(self._time):
             self.close()
         if self._channel is None:
@@ -204,10 +211,11 @@ class _Work:
 
 
 def check_size(index: int, sizes: Mapping[bytes, int]) -> None:
-    """Raise ImageError for the image at ``index`` if the inputs of a prompt are too large.
+    """Raise ImageError for the image at ``index`` if the inputs of the images so far have over ``MAX_INPUT_BYTES``.
 
     Args:
-        sizes: size of each different image up to ``index`` in bytes, by its content hash.
+        index: index of the last image.
+        sizes: size of the inputs in bytes, by content hash. Equal images count once.
     """
     if sum(sizes.values()) > MAX_INPUT_BYTES:
         raise ImageError(index, f" and the images before it have more than {MAX_INPUT_BYTES >> 20} MiB of pixels")

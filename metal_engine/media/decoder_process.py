@@ -5,11 +5,12 @@ own, a file delays no other request, and its memory is freed with the process. T
 :mod:`metal_engine.media.limits`. The kernel ends a process that exceeds the CPU time for an image. A thread checks the
 growth. A process ends when its socket is closed.
 
-For each image, the parent sends two messages. The first is JSON: the ``detail``, the maximum number of tokens of an
-image that is decoded, and the remaining CPU time in seconds. The second is the file. The answer is JSON: the grid, the
-number of tokens, and the used CPU time. If the image is decoded, the answer also has the hash, the names, types and
-shapes of the encoder's inputs, and one message per array follows. For an unusable image, the answer has an error
-instead.
+For each image, the parent sends two messages. The first message is JSON: ``detail``, the maximum number of tokens
+(an image with more tokens is not decoded), and the remaining CPU time in seconds. The second message is the file.
+
+The answer is JSON: the grid, the number of tokens, and the used CPU time in seconds. For a decoded image, the answer
+also has the content hash and the names, types and shapes of the encoder's inputs. One message for each input follows.
+For an unusable image, the answer has an error message and the used CPU time.
 
 Run as a module: ``python -m metal_engine.media.decoder_process FD``. Loads no MLX.
 """
@@ -48,7 +49,12 @@ class _Refused(Exception):
 
 
 def serve_images(channel: socket.socket, families: dict[str, ImageProcessorFamily]) -> None:
-    """Process images received from a socket, until it is closed. Raises EOFError then."""
+    """Process images received from a socket until the socket is closed. This then raises EOFError.
+
+    Args:
+        channel: the socket.
+        families: image processing for each value of ``detail``.
+    """
     gc.freeze()  # a garbage collection would copy the parent's pages
     Monitor(channel, Growth(), MAX_GROWTH).start()
     while True:
@@ -94,7 +100,7 @@ def _work(family: ImageProcessorFamily, data: bytes, max_tokens: int) -> tuple[d
 
 
 def _content_hash(grid: Grid, arrays: dict[str, np.ndarray]) -> str:
-    """Return a hash of everything that determines the tokens and the features of an image."""
+    """Return a hash of the grid and the encoder's inputs, as hexadecimal digits. Equal hashes mean equal features."""
     described = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
     hasher = hashlib.sha256(json.dumps([grid, described]).encode())
     for array in arrays.values():
@@ -109,7 +115,7 @@ def _limited(seconds: float) -> Iterator[None]:
     The kernel ends the process when the time is used up.
 
     Args:
-        seconds: remaining CPU time of the request. The time for an image is also at most ``IMAGE_CPU_SECONDS``.
+        seconds: remaining CPU time of the request in seconds. The limit is at most ``IMAGE_CPU_SECONDS``.
     """
     signal.setitimer(signal.ITIMER_PROF, max(min(IMAGE_CPU_SECONDS, seconds), 1e-3))
     try:

@@ -1,4 +1,4 @@
-"""Turns at a resource that serves few requests at a time."""
+"""Fair queue for a resource that serves few requests at a time: :class:`FairQueue`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _POLL_SECONDS = 0.02
 
 
 class FairQueue:
-    """Gives the next turn to the waiting request that has used the least time. Thread-safe.
+    """Queue that gives the next turn to the waiting request that has used the least time. Thread-safe.
 
-    A new request begins with the least time of the waiting requests that have had a turn, and precedes requests that
-    have used more. New requests cannot delay another request forever, because the waiting request with the least time
-    precedes later new requests.
+    A new request does not start at 0 seconds, but at the least time of the waiting requests that have had a turn.
+    If there is none, it starts at the time of the request that got the latest turn. At equal times, the request that
+    came first wins. New requests therefore cannot delay another request forever.
 
     Args:
-        num_at_once: number of turns at a time.
+        num_at_once: maximum number of concurrent turns.
     """
 
     def __init__(self, num_at_once: int) -> None:
@@ -38,7 +38,7 @@ class FairQueue:
             time: result of the request's first call plus the seconds used since then; None in the first call.
 
         Returns:
-            Accounted time of the request in seconds: ``time``, or a start value in the first call.
+            ``time``, or the start value of a new request, in seconds.
 
         Raises:
             Cancelled: the request was cancelled.
@@ -67,6 +67,6 @@ class FairQueue:
             self._changed.notify_all()
 
     def is_over(self, time: float) -> bool:
-        """Return True if a request with less than ``time`` waits for a turn."""
+        """Return True if a waiting request has used less than ``time``, so that the caller should end its turn."""
         with self._changed:
             return bool(self._waiting) and self._waiting[0][0] < time

@@ -44,11 +44,12 @@ class FetchError(Exception):
 def fetch(url: str, allowed_domains: Sequence[str]) -> bytes:
     """Download a file.
 
-    Every host on the way must be allowed, and its addresses must be public. The connection uses the checked address,
-    so that the name cannot resolve to another address later.
+    The host of the URL and the hosts of all redirects must be allowed, and all their addresses must be public. The
+    connection uses the checked address, because the name could later resolve to another address.
 
     Args:
-        allowed_domains: names of the allowed hosts. Subdomains are not included. If empty, no download is allowed.
+        url: http or https URL.
+        allowed_domains: names of the allowed hosts. Their subdomains are not allowed. If empty, no download is allowed.
 
     Raises:
         FetchError: a host is not allowed, the file is too large, or the download fails or takes too long.
@@ -104,7 +105,7 @@ def _checked(url: str, allowed_domains: Sequence[str]) -> SplitResult:
 
 
 def _connect(parts: SplitResult, deadline: float) -> tuple[http.client.HTTPConnection, socket.socket]:
-    """Return a connection to a host with public addresses, and its socket. The TLS handshake has not begun.
+    """Connect to the host of a URL. Return the connection and its socket. The TLS handshake has not begun.
 
     Raises:
         FetchError: the host has an address that is not public.
@@ -139,9 +140,9 @@ def _connect(parts: SplitResult, deadline: float) -> tuple[http.client.HTTPConne
 
 
 def _resolved(host: str, port: int, deadline: float) -> list[tuple[str, int]]:
-    """Return the addresses of a host, each with the port. Resolves the name in a separate thread.
+    """Resolve the name of a host in a separate thread. Return its addresses, each with the port.
 
-    After the deadline, or if the request is cancelled, the thread continues until the resolver returns.
+    After the deadline or a cancellation, the thread continues until the system's resolver returns.
 
     Raises:
         FetchError: too many names are being resolved.

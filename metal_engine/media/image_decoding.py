@@ -34,7 +34,7 @@ _EIGHT_BITS = [round(value / 257) for value in range(1 << 16)]
 
 
 class ImageFileError(ValueError):
-    """A file that is not a usable image. The message describes the fault."""
+    """Raised for a file that is not a usable image. The message continues a sentence, e.g. "is truncated or broken"."""
 
 
 def open_image(data: bytes) -> Image.Image:
@@ -106,10 +106,11 @@ def _loaded(image: Image.Image) -> Image.Image:
 
 
 def _on_white(image: Image.Image, low: Image.Image | None) -> Image.Image:
-    """Return a decoded image in RGB, with white below its transparent pixels.
+    """Convert a decoded image to RGB. Transparent pixels show white.
 
     Args:
-        low: result of :func:`_low_bytes`.
+        image: image with pixels.
+        low: result of :func:`_low_bytes` for the image.
     """
     transparent = image.info.get("transparency")
     if image.mode.startswith("I"):  # 16-bit gray, which Pillow would clip to 255
@@ -129,9 +130,9 @@ def _on_white(image: Image.Image, low: Image.Image | None) -> Image.Image:
 
 
 def _low_bytes(image: Image.Image) -> Image.Image | None:
-    """Return the low bytes of a 16-bit RGB image with a transparent color; None for other images.
+    """Return an image of the low bytes of a 16-bit RGB PNG with a transparent color; None for all other images.
 
-    Pillow drops these bytes, which distinguish the transparent color from its neighbors.
+    Pillow drops the low bytes. Without them, colors close to the transparent color would be transparent, too.
     """
     if not isinstance(image, PngImageFile) or "transparency" not in image.info or image.tile[0].args != "RGB;16B":
         return None
@@ -144,7 +145,7 @@ def _low_bytes(image: Image.Image) -> Image.Image | None:
 
 
 def _where(image: Image.Image, values: Sequence[int]) -> Image.Image:
-    """Return a mask that is 255 where the bands of an image have these values."""
+    """Return a mask that is 255 at the pixels whose bands have these values, and 0 elsewhere."""
     bands = zip(image.split(), values, strict=True)
     return reduce(ImageChops.darker, (band.point([255 * (k == value) for k in range(256)]) for band, value in bands))
 

@@ -1,4 +1,4 @@
-"""Images of requests for one model: from their files to the placeholders in the prompt."""
+"""Prepares the images of requests for one model: reads, decodes, and inserts their tokens into the prompt."""
 
 from __future__ import annotations
 
@@ -63,11 +63,13 @@ class ImagePreparer:
         """Return the content of each image file of a request.
 
         Args:
+            sources: images of the request.
             allowed_domains: hosts from which files may be downloaded.
             allows_files: True to read files on this machine.
 
         Raises:
-            ImageError: a file cannot be read, or the files together are too many, too large or downloaded too slowly.
+            ImageError: a file cannot be read, there are too many files, or all files together are too large or take too
+                long to download.
             Cancelled: the request was cancelled.
         """
         if len(sources) > MAX_IMAGES:
@@ -87,13 +89,13 @@ class ImagePreparer:
         return files
 
     def decode(self, files: Sequence[bytes], details: Sequence[Detail], *, max_tokens: int) -> list[LoadedImage]:
-        """Decode the images of a request. Known files are not decoded again.
+        """Decode the images of a request. Files whose images are in the store are not decoded again.
 
         Args:
             files: contents of image files.
             details: ``high`` or ``low`` for each file.
-            max_tokens: maximum number of tokens of all images. If they have more, some images have no inputs. 0 if only
-                the numbers of tokens are needed.
+            max_tokens: maximum number of tokens of all images together. If they have more, some images have no inputs.
+                0 if only the numbers of tokens are needed.
 
         Raises:
             ImageError: an image cannot be used.
@@ -179,10 +181,10 @@ class ImagePreparer:
         return whole, np.flatnonzero(whole == self._image_token_id)
 
     def _axes(self, num_tokens: int, spans: list[tuple[int, Grid]]) -> AxesPositions:
-        """Return the positions of a prompt's tokens in time, height and width, [3, num_tokens] int32.
+        """Return the positions of a prompt's tokens on the axes time, height and width (M-RoPE), [3, num_tokens] int32.
 
-        The tokens of an image have the position of its first token, plus their places in the image. The text after the
-        image continues at the largest position of the image plus 1.
+        A token of an image has the position of the image's first token, plus its place in the image on each axis. The
+        text after the image continues at the largest position of the image plus 1.
 
         Args:
             num_tokens: number of tokens of the prompt.

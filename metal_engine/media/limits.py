@@ -1,4 +1,4 @@
-"""Limits on the images of requests. A request that exceeds one of them is refused with status 400."""
+"""Limits on the images of requests. Unless a comment says otherwise, a request beyond a limit gets status 400."""
 
 from __future__ import annotations
 

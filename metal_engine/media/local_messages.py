@@ -1,4 +1,4 @@
-"""Finds the images in the messages of a local caller, who may name files."""
+"""Images in the messages of local callers (:class:`metal_engine.LLM`), which may give paths of files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _FILES = ("image", "url", "path")
 
 
 def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[ImageSource]]:
-    """Return the messages for a chat template, and their images in order.
+    """Return the messages in the form for a chat template, and their images in order.
 
     An image is a part ``{"type": "image_url", "image_url": {"url": ...}}``, or ``{"type": "image", "image": ...}`` as
-    in ``transformers``. The file is a path, or a URL with ``file:`` or ``data:``.
+    in ``transformers``. The value is a path, or a URL with ``file:`` or ``data:``. The returned messages have
+    ``{"type": "image"}`` in place of each image.
 
     Raises:
         ValueError: the type of a part is not supported, or an image part has no local image.
@@ -50,12 +51,16 @@ def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[Image
 def insert_images(
     preparer: ImagePreparer | None, prompt: list[int], sources: Sequence[ImageSource], config: EngineConfig
 ) -> tuple[list[int], PromptImages | None]:
-    """Return the token ids of a prompt with its images, and the images; None in place of the images without sources.
+    """Load the images of a prompt and insert their tokens into the prompt.
 
     Args:
         preparer: prepares images for the model; None if the model takes no images.
         prompt: token ids with a placeholder for each image.
         sources: image files in the order of the placeholders.
+        config: configuration of the engine.
+
+    Returns:
+        Token ids of the prompt, and the images. Without ``sources``, the prompt itself and None.
 
     Raises:
         ValueError: an image cannot be used, or the model takes no images.

@@ -28,19 +28,19 @@ _SPACE = b" \t\r\n"
 
 
 class SourceError(ValueError):
-    """An image whose file cannot be read.
+    """Raised if the file of an image cannot be read.
 
-    The message is a text to append to the path of the image in the request. It begins with a space or a colon.
+    The message follows the path of the image in the request. The message begins with a space or a colon.
     """
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Place of an image file in a request.
+    """Image of a request whose file has not been read.
 
     Attributes:
         url: a ``data:``, ``http:`` or ``https:`` URL; for local callers also a path or a ``file:`` URL.
-        place: path of the field in the request, for error messages.
+        place: path of the field in the request for error messages, e.g. ``messages[0].content[1]``.
         detail: ``low`` for fewer tokens.
         is_base64: True if ``url`` is base64 data without the start of a data URL.
     """
@@ -85,7 +85,7 @@ class ImageSource:
 
 
 def decode_base64(text: str, start: int = 0) -> bytes:
-    """Decode base64 from character ``start`` on. White space is ignored.
+    """Decode base64 text from character ``start`` on. White space is ignored, and padding may be missing.
 
     Raises:
         SourceError: the text is not base64 or is empty, or the file is too large.

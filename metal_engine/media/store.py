@@ -1,4 +1,4 @@
-"""Remembers images, because a conversation sends its images again in every turn."""
+"""Cache of processed images: clients send all images of a conversation again in every turn."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ Inputs = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class LoadedImage:
-    """An image whose tokens are known.
+    """Image whose number of tokens is known.
 
     Attributes:
         content_hash: hash of the grid and the inputs; empty if the inputs have never been computed.
-        grid: numbers that determine the image's tokens.
-        inputs: inputs of the encoder by name. None if the images of the request have too many tokens, if the image was
-            not decoded, or if the store has dropped the inputs.
+        grid: numbers that determine the image's tokens, as in
+            :class:`metal_engine.media.families.base.ImageProcessorFamily`.
+        inputs: inputs of the vision encoder by name. None if only the header was read, because the images of the
+            request have too many tokens or only their number is needed, or if the store has dropped the inputs.
     """
 
     content_hash: bytes
@@ -37,9 +38,10 @@ class LoadedImage:
 
 
 class ImageStore:
-    """Cache of the grids of image files, and of the encoder's inputs. Drops the least recently used. Thread-safe.
+    """LRU cache of the grids of image files, and of the vision encoder's inputs. Thread-safe.
 
-    Different files can have the same inputs, so inputs have a separate key: the content hash.
+    The key of a grid is the hash of the file. The key of inputs is the content hash, because different files can have
+    the same inputs.
     """
 
     def __init__(self, max_input_bytes: int = _MAX_INPUT_BYTES) -> None:
@@ -55,9 +57,9 @@ class ImageStore:
         return self._num_bytes
 
     def find(self, file: bytes) -> LoadedImage | None:
-        """Return the image of a file, by the hash of the file; None for an unknown file.
+        """Return the image of the file with the hash ``file``; None if the file is unknown.
 
-        The image has no inputs if they were dropped.
+        ``inputs`` of the image is None if the store has dropped the inputs or never had them.
         """
         with self._lock:
             if file not in self._files:
@@ -69,12 +71,11 @@ class ImageStore:
             return LoadedImage(content_hash, grid, self._inputs.get(content_hash))
 
     def add(self, file: bytes, image: LoadedImage) -> LoadedImage:
-        """Store the image of a file. Return the image.
-
-        If inputs are already stored for the image's content hash, the returned image has these inputs.
+        """Store the image of a file. Return the image, with the stored inputs in place of equal inputs.
 
         Args:
             file: hash of the file.
+            image: image of the file. Without inputs, it does not replace a stored image.
         """
         with self._lock:
             if image.inputs is None and file in self._files:

@@ -1,1 +1,1 @@
-"""Image processors of the supported model families."""
+"""Image processing of the supported model families, one class for each."""

@@ -22,12 +22,15 @@ AS_INTEGERS = {"do_rescale": False, "do_normalize": False, "return_tensors": "np
 
 
 def integer_pixels(pixels: np.ndarray, scale: np.ndarray, offset: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
-    """Return the pixels of an image as inputs of the encoder, which scales them (:mod:`metal_engine.prompt_images`).
+    """Return the encoder's inputs for pixels that the encoder itself scales (:mod:`metal_engine.prompt_images`).
+
+    The inputs are the pixels as uint8, and scale and offset as float32 in a shape that broadcasts to the pixels. The
+    encoder computes ``pixels * scale + offset``.
 
     Args:
-        pixels: integers from 0 to 255 of any type. They are returned as uint8.
-        scale, offset: factor and summand of each channel, [3]. They are returned as float32, in a shape that broadcasts
-            to ``pixels``.
+        pixels: integers from 0 to 255 of any type.
+        scale: factor for each channel, [3].
+        offset: summand for each channel, [3].
         layout: order of the last axes of ``pixels``.
     """
     by_channel = []
@@ -44,7 +47,11 @@ def integer_pixels(pixels: np.ndarray, scale: np.ndarray, offset: np.ndarray, la
 
 
 def scaled_by(processor: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors and summands, [3] float64, with which a processor of `transformers` normalizes pixels."""
+    """Return the factors and the summands for each channel, [3] float64, with which a processor normalizes pixels.
+
+    Args:
+        processor: image processor of ``transformers``.
+    """
     scale, offset = np.ones(3), np.zeros(3)
     if processor.do_rescale:
         scale = scale * processor.rescale_factor
@@ -55,15 +62,18 @@ def scaled_by(processor: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 class ImageProcessorFamily(ABC):
-    """Image processing of one model: pixels to inputs of the encoder, and the tokens of an image in the prompt.
+    """Image processing of one model: pixels to inputs of the vision encoder, and the tokens of an image in the prompt.
+
+    A *grid* is a tuple of numbers that determines the tokens of an image, such as the rows and columns of its patches.
+    Each subclass documents its grid.
 
     :meth:`grid` and :meth:`inputs` run in the process that decodes images. Only they need Pillow and the image
     processors of ``transformers``.
 
     Args:
         vision: configuration of the checkpoint.
-        max_tokens: maximum number of an image's tokens, as far as the processor allows it; None for the checkpoint's
-            own limit.
+        max_tokens: maximum number of feature tokens of an image; None for the checkpoint's own limit. Images can exceed
+            it if the processor has a greater minimum.
     """
 
     has_axes: ClassVar[bool] = False
@@ -78,15 +88,22 @@ class ImageProcessorFamily(ABC):
 
     @abstractmethod
     def grid(self, width: int, height: int) -> Grid:
-        """Return the grid of an image of this size. Raises ValueError if the processor refuses the size."""
+        """Return the grid of an image with this size in pixels.
+
+        Raises:
+            ValueError: the processor refuses the size.
+        """
 
     @abstractmethod
     def inputs(self, image: Image.Image) -> tuple[Grid, dict[str, np.ndarray]]:
-        """Return the grid of an RGB image, and the inputs of the encoder by name."""
+        """Process an RGB image. Return its grid, and the inputs of the vision encoder by name."""
 
     @abstractmethod
     def segments(self, grid: Grid) -> list[str | int]:
-        """Return the pieces that replace the image's placeholder: texts, and numbers of feature tokens."""
+        """Return the pieces that replace the image's placeholder in the prompt.
+
+        A piece is a text, or a number of feature tokens, e.g. ``["<|image>", 256, "<image|>"]``.
+        """
 
     @property
     @abstractmethod
@@ -98,16 +115,16 @@ class ImageProcessorFamily(ABC):
         return sum(segment for segment in self.segments(grid) if isinstance(segment, int))
 
     def axes(self, grid: Grid) -> tuple[int, int, int]:
-        """Return the number of positions in time, height and width, for a family with axes."""
+        """Return the number of positions in time, height and width. Only for families with :attr:`has_axes`."""
         raise NotImplementedError
 
     def _settings(self) -> dict[str, Any]:
-        """Return the configuration of the image processor for ``transformers``."""
+        """Return a copy of the checkpoint's configuration of the image processor, for ``from_dict``."""
         return dict(self.vision.processor)
 
 
 class EqualImages(ImageProcessorFamily):
-    """Image processing that gives each image the same number of features. The grid has only this number."""
+    """Image processing in which each image has the same number of features. The grid is this number."""
 
     @property
     @abstractmethod

@@ -21,7 +21,7 @@ _START, _END, _THUMBNAIL = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|
 class Lfm2VL(ImageProcessorFamily):
     """Image processing of LFM2-VL.
 
-    The grid has the rows and columns of tiles, and the rows and columns of features of the resized image.
+    The grid has four numbers: rows and columns of tiles, and rows and columns of features of the resized image.
     """
 
     @property
@@ -72,7 +72,10 @@ class Lfm2VL(ImageProcessorFamily):
         return (*self._tiles(width, height), *features)
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height of the image as one view: multiples of a feature's side, within the limits."""
+        """Return the size (width, height) in pixels of the image as one view.
+
+        Both are multiples of a feature's side. The number of features is within the processor's limits.
+        """
         side = self._side
         least, most = int(self._setting("min_image_tokens", 64)) * side**2, self._max_features * side**2
         rounded = [max(side, round(length / side) * side) for length in (width, height)]
@@ -85,7 +88,7 @@ class Lfm2VL(ImageProcessorFamily):
         return rounded[0], rounded[1]
 
     def _tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Return the rows and columns of tiles. (1, 1): the image is one view."""
+        """Return the numbers of rows and columns of tiles; (1, 1) if the image is not divided into tiles."""
         side, fewest = self._side, int(self._setting("min_tiles", 2))
         most = self._max_tiles
         rounded = [max(self._patch, round(length / side) * side) for length in (width, height)]
@@ -129,9 +132,12 @@ class Lfm2VL(ImageProcessorFamily):
         return grid, self._packed(views)
 
     def _packed(self, views: list[Image.Image]) -> dict[str, np.ndarray]:
-        """Return the patches of each view, padded to the same number. The encoder masks the padding.
+        """Return the encoder's inputs for views: the patches of each view, padded to the same number, and masks.
 
         The pixels have the shape [views, patches, patch size squared * 3].
+
+        Args:
+            views: tiles and thumbnail of an image, or the resized image.
         """
         patch = self._patch
         features = int(self._setting("max_image_tokens", 256)) * int(self._setting("downsample_factor", 2)) ** 2
