@@ -78,7 +78,7 @@ class CallEnd:
                 self._state = "string" if self._state == "json" else "json"
 
     def forget(self, length: int) -> None:
-        """Adjust all positions to a text whose first ``length`` characters are removed."""
+        """Record that the first ``length`` characters of the text are removed."""
         self._at -= length
         self._opened -= length
         if self.first_mark is not None:

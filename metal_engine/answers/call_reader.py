@@ -199,11 +199,7 @@ class _BegunCall:
         self._arguments: list[str] = []
 
     def read(self, body: str) -> str:
-        """Return the part of the arguments that is new since the last call, without the arguments' last brace.
-
-        Args:
-            body: text of the call so far, after the opening mark.
-        """
+        """Return the new part of the arguments, without their last brace. ``body`` is the call's text so far."""
         end = self._at + self._reader.add(body[self._at :])
         more, self._at = body[self._at : end], end
         if more and self._reader.done:
@@ -212,7 +208,7 @@ class _BegunCall:
         return more
 
     def is_same(self, call: ToolCall | str) -> bool:
-        """Return True if ``call`` has the name and the arguments that were already streamed to the client."""
+        """Return True if ``call`` has the name and the arguments that were streamed."""
         if isinstance(call, str) or not self._reader.done or call.name != self.name:
             return False
         own = json.loads("".join(self._arguments) + "}")

@@ -69,7 +69,7 @@ def _made(syntax: CallSyntax, tools: Sequence[dict[str, Any]], *, parallel: bool
 
 
 def _digest(tools: Sequence[dict[str, Any]]) -> bytes:
-    """Return a hash of the tools' names, ``strict`` flags and parameters. The order of properties counts."""
+    """Return a hash of the tools' names, ``strict`` flags and parameters, including the order of properties."""
     functions = [tool["function"] for tool in tools]
     parts = [(one["name"], one.get("strict"), one.get("parameters")) for one in functions]
     return hashlib.sha256(json.dumps(parts).encode()).digest()
@@ -84,7 +84,7 @@ class _PhaseCache:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> tuple[bool, CallPhase | None]:
-        """Return True and the cached phase, or False and None if the key is not cached. A cached phase may be None."""
+        """Return True and the phase of a key, which may be None. Return False and None if the key is unknown."""
         with self._lock:
             if key not in self._phases:
                 return False, None

@@ -57,7 +57,7 @@ class HarmonyCalls:
 
 
 def harmony_format(*, calls: bool = True) -> AnswerFormat:
-    """Return the output format of gpt-oss. ``calls`` is False to leave tool calls in the text."""
+    """Return the output format of gpt-oss. ``calls`` is True if tool calls are parsed."""
     return AnswerFormat(
         tool=ExactParser(HARMONY, HarmonyCalls()) if calls else None,
         syntax=HARMONY if calls else None,

@@ -75,7 +75,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True)
 class EmbeddingResult:
-    """Prompt and its embedding vector, ``outputs.embedding``. The names of the class and its fields are vLLM's."""
+    """Prompt and its embedding vector, ``outputs.embedding``. The class name is vLLM's."""
 
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput

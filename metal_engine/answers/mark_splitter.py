@@ -156,10 +156,8 @@ class MarkSplitter(Splitter):
     def _next_mark(self, searched: int) -> tuple[int, str] | None:
         """Return position and text of the first mark that ends the current state; None if there is none.
 
-        The returned text is empty if a call begins at the position without an opening mark.
-
-        Args:
-            searched: number of characters at the start of the text that contain no whole mark.
+        The returned text is empty if a call begins there without its opening mark. The first ``searched`` characters
+        contain no whole mark.
         """
         if self._state == "call":
             return self._call_end.find(self._text)
@@ -209,10 +207,7 @@ class MarkSplitter(Splitter):
         return before_mark
 
     def _give_out(self) -> list[AnswerDelta]:
-        """Return the received text as deltas.
-
-        Hold back a suffix that may belong to a mark, and the white space before that suffix.
-        """
+        """Return the received text, except a suffix that may belong to a mark, and the white space before it."""
         assert self._state != "call"
         text = self._text
         held = max(overlap(text, mark) for mark in self._marks[self._state])
@@ -233,14 +228,14 @@ class MarkSplitter(Splitter):
         return [self._shown(text[begin:end])]
 
     def _stripped(self, text: str) -> str:
-        """Return ``text`` without the white space at its start. In content, add that white space to the gaps."""
+        """Return text after a mark without the white space at its start. In content, record that space as a gap."""
         stripped = text.lstrip()
         if self._state == "content":
             self._gaps.add(text[: len(text) - len(stripped)])
         return stripped
 
     def _shown(self, text: str, state: Literal["content", "reasoning"] | None = None) -> TextDelta:
-        """Return the delta of ``text`` as content or reasoning. ``state`` None is the current state."""
+        """Return the delta of a text that belongs to ``state``; None stands for the current state."""
         kind = state or self._state
         assert kind != "call"
         if kind == "content":
@@ -259,7 +254,7 @@ class MarkSplitter(Splitter):
 
 
 class _CallsAtEnd:
-    """Search for calls at the end of reasoning that has no end mark.
+    """Finds calls at the end of reasoning.
 
     Args:
         tool: parser of the call format.
@@ -322,7 +317,7 @@ class _BareOpenings:
         return found.start()
 
     def overlap(self, text: str) -> int:
-        """Return the length of the suffix of ``text`` that could become an opening when more text arrives."""
+        """Return the length of the text's end that could become an opening when more text arrives."""
         if not self._is_possible:
             return 0
         at = text.rfind(self._before, max(len(text) - self._longest, 0))

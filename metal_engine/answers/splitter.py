@@ -46,7 +46,7 @@ class ContentGaps:
         self._has_content = False
 
     def add(self, space: str) -> None:
-        """Record white space at a mark. If several are recorded since the last content, the first one is used."""
+        """Record white space at a mark. The first white space since the last content is used."""
         self._gap = self._gap or space
 
     def before(self, text: str) -> str:

@@ -43,7 +43,7 @@ class ReasoningThenContentSplitter(Splitter):
         return self._take_all("reasoning" if self._state == "reasoning" else "content")
 
     def _find_start(self) -> None:
-        """Leave the state ``start`` once it is certain whether the output begins with the opening mark of reasoning."""
+        """Leave the state ``start`` once the text begins with the opening mark, or cannot begin with it any more."""
         begun = self._text.lstrip()
         if begun.startswith(self._marks.start):
             self._cross("reasoning", begun[len(self._marks.start) :])
@@ -74,7 +74,7 @@ class ReasoningThenContentSplitter(Splitter):
         self.reasoning_bounds.append(self._num_received - len(rest))
 
     def _take_all(self, kind: Literal["reasoning", "content"]) -> list[AnswerDelta]:
-        """Return the received text as one delta. White space directly after a mark is dropped."""
+        """Return the text as one delta, without white space after a mark."""
         if self._after_mark:
             self._text = self._text.lstrip()
         if not self._text:

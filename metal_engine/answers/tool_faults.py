@@ -11,10 +11,10 @@ Tool = dict[str, Any]
 
 
 def faulty_tool(tools: Sequence[Tool], compile_calls: Callable[[list[Tool]], object]) -> int | None:
-    """Return the index of a tool whose grammar cannot be compiled. Return None if the search fails.
+    """Return the index of a tool whose grammar cannot be compiled. Return None if no such tool is found.
 
-    The search halves the list repeatedly. It finds no tool if, for example, each tool compiles alone and only all tools
-    together are too complex. Its work is at most twice the work of compiling all tools.
+    For example, each tool may compile alone, while all tools together are too complex. This function halves the list
+    repeatedly. Its work is at most twice the work of compiling all tools.
 
     Args:
         tools: tools whose common grammar failed to compile.

@@ -50,7 +50,7 @@ class ToolPlan:
         return forced_schema(self.shown or self.prompted, self.name, parallel=self.parallel)
 
     def narrowed(self, tools: list[Tool]) -> ToolPlan:
-        """Return this plan for only some of its tools. Its ``name`` is None: the model may call any of ``tools``."""
+        """Return this plan for only some of its tools. Sets ``name`` to None, so that each of them may be called."""
         shown, prompted = (tools, []) if self.shown else ([], tools)
         return replace(self, shown=shown, prompted=prompted, parsed=tools if self.parsed else [], name=None)
 

@@ -51,12 +51,12 @@ class CallGrammar:
         return len(self._arguments)
 
     def tool(self, index: int) -> str:
-        """Return the name of the tool to which the rule for arguments at ``index`` belongs."""
+        """Return the name of the tool to which a rule for arguments belongs."""
         return self._arguments[index].tool
 
     @cached_property
     def key(self) -> bytes:
-        """Hash of the grammar in which no arguments are left open."""
+        """Hash of the grammar without open arguments."""
         return hashlib.sha256(self.wanted(())).digest()
 
     def wanted(self, opened: Collection[int]) -> bytes:

@@ -49,7 +49,7 @@ class _ProcessEndedError(Exception):
 
 
 class SegmentEnd(Exception):
-    """Raised if an output has completed the grammar of a :class:`metal_engine.grammars.mark_scanner.Segment`.
+    """Raised if the grammar of a :class:`metal_engine.grammars.mark_scanner.Segment` is complete.
 
     No further text belongs to the segment.
 
@@ -118,7 +118,7 @@ class CompiledGrammar:
         return self._is_suspended
 
     def suspend(self) -> None:
-        """End the process until the next output, if no output uses it and the grammar compiles quickly."""
+        """Suspend the process if no output uses it and the grammar compiles quickly."""
         with self._lock:
             if not self._can_be_suspended or self._is_suspended or self._num_live:
                 return
@@ -237,7 +237,7 @@ class CompiledGrammar:
         return np.frombuffer(masks, np.int32).reshape(num_masks, -1)[:, : self._num_words]
 
     def _exchange(self, seconds: float) -> bool:
-        """Send and receive pending data. Wait up to ``seconds`` for the socket. Return False if it was not ready."""
+        """Send and receive pending data. Wait up to ``seconds`` for the socket. Return True if it was ready."""
         if not self._is_open:
             return False
         poll = select.poll()

@@ -12,8 +12,8 @@ from metal_engine.grammars.compiler import GrammarTask
 
 FreePhase = Literal["content", "reasoning"]
 
-# Number of bytes of a segment's `tail` that must follow the earlier part of the mark before the segment may begin. Less
-# for a tail that is not longer.
+# Number of bytes of a mark's tail (`Segment.tail`) that the text must have before the segment may begin. A shorter tail
+# needs all bytes except the last, but at least one.
 _PARTIAL_BYTES = 4
 
 
@@ -166,7 +166,7 @@ class MarkScanner:
 
     @property
     def known_plain_tokens(self) -> Set[int]:
-        """Tokens known not to begin another phase. Empty while earlier text may be the beginning of a mark."""
+        """Known tokens that cannot begin another phase. Empty while earlier text may become a mark."""
         is_at_beginning = self.first_marks and self.phase == "content"
         return frozenset() if self._text or is_at_beginning else self.plain[self.phase].known
 

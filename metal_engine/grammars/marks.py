@@ -1,4 +1,4 @@
-"""Converts marks (``@"text"``) in the grammars of tool calls to special tokens of a vocabulary and strings."""
+"""Converts the marks of grammars of tool calls, ``@"text"``, to special tokens and strings of a vocabulary."""
 
 from __future__ import annotations
 
@@ -75,5 +75,5 @@ def token_ranges(token_ids: Iterable[int]) -> str:
 
 
 def _pattern(special: Mapping[str, int]) -> re.Pattern[str]:
-    """Return a pattern that finds the texts of special tokens. At one position, the longest text matches."""
+    """Return a pattern that finds special tokens, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")

@@ -30,7 +30,7 @@ def next_mask(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) 
 
 
 def _only_token(mask: bytes) -> int | None:
-    """Return the token that a mask allows if it allows exactly one token; otherwise None."""
+    """Return the only token of a mask; None if there are none or several."""
     after = mask.lstrip(b"\0")
     if not after or after.count(0) != len(after) - 1 or after[0] & (after[0] - 1):
         return None

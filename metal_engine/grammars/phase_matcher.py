@@ -1,4 +1,4 @@
-"""Constraints of outputs with phases: free text, reasoning within a budget, structured output, tool calls."""
+"""Grammars of outputs with phases: free text, reasoning within a budget, structured output after it, tool calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PhaseRules:
 
     @cached_property
     def phases_before_structure(self) -> frozenset[FreePhase]:
-        """Free phases that a mark can end by beginning a structured output. Marks of tool calls do not count."""
+        """Free phases with a mark that begins a structured output. A mark that begins a tool call does not count."""
         targets = ((phase, mark.target) for phase, marks in self.marks.items() for mark in marks)
         return frozenset(phase for phase, target in targets if isinstance(target, Segment) and not target.is_call)
 
@@ -239,12 +239,12 @@ class PhaseMatcher:
         return budget is not None and scanner.phase == "reasoning" and scanner.num_reasoning_tokens >= budget
 
     def _check_budget(self) -> None:
-        """Begin to force ``end_tokens`` if the reasoning has reached its budget."""
+        """Force the end of the reasoning at the budget."""
         if self._rules.end_tokens and self.is_free and self._is_at_budget(self._scanner):
             self._num_forced = 0
 
     def _end_call(self, later: Sequence[int]) -> None:
-        """End a tool call. Process ``later``, the tokens of the output after the call, as free text."""
+        """End a tool call, and process ``later``, the tokens after the call."""
         assert self._segment is not None and self._segment.mark is not None
         self._has_ended = self._segment.mark.is_whole or not self._rules.several_calls
         self._segment = None
@@ -252,7 +252,7 @@ class PhaseMatcher:
         self.observe(later)
 
     def _fail(self, error: ValueError) -> None:
-        """Handle the failure of a segment's grammar: a tool call continues as free text.
+        """Handle the failure of a segment's grammar. A tool call goes on as free text.
 
         Raises:
             ValueError: the segment is a structured output.

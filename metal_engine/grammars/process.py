@@ -18,8 +18,8 @@ In a separate process, llguidance delays no other request, and its memory is fre
   reaches. Such states must not use up the output's limits.
 
 The kernel ends a process that exceeds the first or third limit (``ITIMER_PROF`` counts CPU time, so a busy machine
-ends no process). A thread checks the growth, because macOS enforces no limit on it. A process ends when its socket is
-closed.
+ends no process). The process itself checks its growth, because macOS enforces no limit on it: in a thread during the
+compilation, and after each mask. A process ends when its socket is closed.
 
 Run as a module: ``python -m metal_engine.grammars.process FD``. Loads no MLX, NumPy or transformers.
 """
@@ -236,8 +236,7 @@ class GrammarServer:
 def consume(matcher: llguidance.LLMatcher, token_ids: list[int]) -> None:
     """Advance a matcher by tokens. A token that takes more than ``MASK_CPU_SECONDS`` ends this process.
 
-    Raises:
-        ValueError: a token is not allowed, or llguidance's own limits are exceeded.
+    Raises ValueError if a token is not allowed, or if llguidance finds it too complex.
     """
     for token_id in token_ids:
         signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)

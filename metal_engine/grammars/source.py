@@ -39,7 +39,7 @@ _WHITESPACE = r"[ \t\r\n]{1,20}"
 
 
 def is_segment(message: bytes) -> bool:
-    """Return True if a wanted grammar (JSON) is the grammar of a tool call. Other text may follow a tool call."""
+    """Return True if a wanted grammar, as JSON, is the grammar of a tool call, which other text may follow."""
     return "call" in json.loads(message)
 
 

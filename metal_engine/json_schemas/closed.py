@@ -84,7 +84,7 @@ _PLAIN = _Role(False, None)
 
 
 class _Closing:
-    """One run of :func:`closed`.
+    """State while one schema is closed.
 
     Attributes:
         has_changed: True if an object has been closed.
@@ -117,7 +117,7 @@ class _Closing:
     # --- copies ---
 
     def _schema(self, schema: Any, role: _Role, depth: int) -> Any:
-        """Return a copy of a schema, closed as its role allows. References in the copy point to copies.
+        """Copy a schema for its role. References in the copy point to copies.
 
         Raises:
             NotUnderstoodError: the targets of references cannot be determined.

@@ -19,8 +19,8 @@ _MAX_EFFORT = 50_000
 LIMITING = frozenset(
     {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "maxProperties", "const", "enum"}
 )
-# The schemas under these keywords, and the schemas beside the keywords, are not narrowed: whether they match may decide
-# whether other schemas apply.
+# Neither the schemas under these keywords nor a schema that has one of the keywords is closed: whether they match may
+# decide whether other schemas apply.
 OPAQUE = frozenset(
     {
         "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "contains",
@@ -89,7 +89,7 @@ class Names:
 
 
 class Document:
-    """JSON schema that can resolve its references. All methods together may visit ``_MAX_EFFORT`` schemas.
+    """JSON schema, with methods that follow its references. Together, they may visit at most ``_MAX_EFFORT`` schemas.
 
     Args:
         root: the schema.

@@ -12,7 +12,7 @@ from metal_engine.json_schemas.document import DEFINITIONS
 _MAX_DEPTH = 128
 # Maximum number of characters of one name in a place.
 _MAX_NAME = 100
-# Place of a schema: the place of the outer schema and the names from there on. None for the whole schema.
+# Place of a value: the place of the value around it, and its name there. None for the whole schema.
 _Place = tuple["_Place | None", str] | None
 
 _ONE = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems", "additionalItems", "items", "contains",
@@ -118,7 +118,7 @@ def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, str | None, Any
 
 
 def _fault(place: _Place, wanted: str) -> SchemaFault:
-    """Return a SchemaFault for the value at ``place``. ``wanted`` names the right type, e.g. ``a list``."""
+    """Return the fault of the value at a place."""
     names: list[str] = []
     while place is not None:
         place, name = place

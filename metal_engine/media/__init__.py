@@ -1,1 +1,1 @@
-"""Images of requests: reads the files, decodes them, and inserts the images' tokens into the prompt."""
+"""Images of requests, from their source to placeholders in the prompt."""

@@ -63,9 +63,9 @@ class DecodedImage:
 
 
 class ImageDecoder:
-    """Decoder of images in separate processes. Thread-safe.
+    """Decodes the images of requests in processes of their own. Thread-safe.
 
-    Requests take turns, so that a request with many slow files does not delay the images of other requests.
+    Requests take turns: a request with many slow files must not delay the images of other requests.
 
     Args:
         vision: configuration of the model.

@@ -44,8 +44,8 @@ class FetchError(Exception):
 def fetch(url: str, allowed_domains: Sequence[str]) -> bytes:
     """Download a file.
 
-    The host of the URL and the hosts of all redirects must be allowed, and all their addresses must be public. The
-    connection uses the checked address, because the name could later resolve to another address.
+    The host of the URL and the hosts of all redirects must be allowed, and their addresses must be public. The
+    connection uses an address that was checked, because the name could later resolve to another address.
 
     Args:
         url: http or https URL.
@@ -105,7 +105,7 @@ def _checked(url: str, allowed_domains: Sequence[str]) -> SplitResult:
 
 
 def _connect(parts: SplitResult, deadline: float) -> tuple[http.client.HTTPConnection, socket.socket]:
-    """Connect to the host of a URL. Return the connection and its socket. The TLS handshake has not begun.
+    """Return a connection to a host with public addresses, and its socket. The TLS handshake has not begun.
 
     Raises:
         FetchError: the host has an address that is not public.
@@ -140,9 +140,9 @@ def _connect(parts: SplitResult, deadline: float) -> tuple[http.client.HTTPConne
 
 
 def _resolved(host: str, port: int, deadline: float) -> list[tuple[str, int]]:
-    """Resolve the name of a host in a separate thread. Return its addresses, each with the port.
+    """Return the addresses of a host, each with the port. Resolves the name in a separate thread.
 
-    After the deadline or a cancellation, the thread continues until the system's resolver returns.
+    After the deadline, or if the request is cancelled, the thread continues until the resolver returns.
 
     Raises:
         FetchError: too many names are being resolved.

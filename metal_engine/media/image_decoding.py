@@ -145,7 +145,7 @@ def _low_bytes(image: Image.Image) -> Image.Image | None:
 
 
 def _where(image: Image.Image, values: Sequence[int]) -> Image.Image:
-    """Return a mask that is 255 at the pixels whose bands have these values, and 0 elsewhere."""
+    """Return a mask that is 255 where the bands of an image have these values."""
     bands = zip(image.split(), values, strict=True)
     return reduce(ImageChops.darker, (band.point([255 * (k == value) for k in range(256)]) for band, value in bands))
 

@@ -1,4 +1,4 @@
-"""Prepares the images of requests for one model: reads, decodes, and inserts their tokens into the prompt."""
+"""Images of requests for one model: from their files to the placeholders in the prompt."""
 
 from __future__ import annotations
 

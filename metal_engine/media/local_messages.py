@@ -1,4 +1,4 @@
-"""Images in the messages of local callers (:class:`metal_engine.LLM`), which may give paths of files."""
+"""Finds the images in the messages of a local caller, who may name files."""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ class NewlineJoiner:
         return {ids[0]: count for count, ids in encoded if len(ids) == 1}
 
     def join(self, pieces: list[np.ndarray]) -> None:
-        """Join newline tokens at the borders of pieces, in place.
+        """Join newlines at the borders of pieces. Replaces items of ``pieces``.
 
-        The joined token becomes part of the image's piece. Feature tokens keep their indices in their piece.
+        The joined token becomes part of the image's piece. Feature tokens keep their indices in the piece.
 
         Args:
-            pieces: token ids of texts and images, alternating, beginning with a text. A text may be empty.
+            pieces: token ids of text and images in turn, beginning with text. A text may be empty.
         """
         counts = self._counts
         tokens = {count: token for token, count in counts.items()}

@@ -28,9 +28,9 @@ _SPACE = b" \t\r\n"
 
 
 class SourceError(ValueError):
-    """Raised if the file of an image cannot be read.
+    """An image whose file cannot be read.
 
-    The message follows the path of the image in the request. The message begins with a space or a colon.
+    The message is a text to append to the path of the image in the request. It begins with a space or a colon.
     """
 
 

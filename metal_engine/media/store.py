@@ -57,9 +57,9 @@ class ImageStore:
         return self._num_bytes
 
     def find(self, file: bytes) -> LoadedImage | None:
-        """Return the image of the file with the hash ``file``; None if the file is unknown.
+        """Return the image of a file, by the hash of the file; None for an unknown file.
 
-        ``inputs`` of the image is None if the store has dropped the inputs or never had them.
+        The image has no inputs if they were dropped.
         """
         with self._lock:
             if file not in self._files:

@@ -141,7 +141,7 @@ def texts_of_template(source: str) -> tuple[list[str], list[str]]:
 
 
 def _own(node: nodes.Expr) -> list[str]:
-    """Return the texts among a constant or the constants of a list or tuple. Empty for all other expressions."""
+    """Return the texts among the constants in a constant, list or tuple; empty for all other expressions."""
     listed = node.items if isinstance(node, nodes.List | nodes.Tuple) else [node]
     return [one.value for one in listed if isinstance(one, nodes.Const) and isinstance(one.value, str)]
 
@@ -156,9 +156,9 @@ def _constants(tree: nodes.Node) -> list[str]:
 def plain_messages(messages: list[Any]) -> list[Message]:
     """Convert messages to the form that templates read.
 
-    The result is plain data (see :func:`plain`), without fields that are None. Clients send the reasoning of a message
-    in the field ``reasoning_content``, ``thinking`` or ``reasoning``. The result has the reasoning in
-    ``reasoning_content`` and ``thinking``, because each template reads one of these fields.
+    The result is plain data (see :func:`plain`), without fields that are None. The reasoning of a message may be in the
+    field ``reasoning_content``, ``thinking`` or ``reasoning``. The result has it in ``reasoning_content`` and
+    ``thinking``.
 
     Raises:
         ValueError: there are no messages, or a message is not a mapping.

@@ -47,14 +47,13 @@ def read_chat_template(given: str) -> str:
 def check_templates(templates: Mapping[str, Any]) -> None:
     """Refuse chat templates that take long or much memory to compile.
 
-    A template with a syntax error is accepted. Requests that need the template then fail with that error.
+    This accepts a template with a syntax error. Requests that need the template get that error.
 
     Args:
         templates: sources by name.
 
     Raises:
-        ValueError: a template is not a text, is nested too deeply or has more than ``_MAX_NODES`` nodes, or all
-            templates together have more than ``_MAX_SOURCE`` characters.
+        ValueError: the templates are too large, a template is nested too deeply, or a template is not a text.
     """
     if not all(isinstance(source, str) for source in templates.values()):
         raise ValueError("the chat template is not a text")

@@ -41,7 +41,7 @@ def as_parts(content: Content) -> list[Part]:
 
 
 def _merged(parts: list[Part]) -> list[Part]:
-    """Merge consecutive text parts. Some chat templates would write a separator between them."""
+    """Merge consecutive text parts, because some chat templates write something between parts."""
     merged: list[Part] = []
     for part in parts:
         if part["type"] == "text" and merged and merged[-1]["type"] == "text":

@@ -128,7 +128,7 @@ class ControlTokens:
         return [moved.get(token_id, token_id) for token_id in encode(literal, text)]
 
     def _moved_ids(self, literal: BackendTokenizer) -> dict[int, int]:
-        """Return the added tokens whose ids differ: id in ``literal`` -> id in the original tokenizer."""
+        """Map the ids of added tokens that differ: id in ``literal`` -> id in the original tokenizer."""
         added = self._backend.get_added_tokens_decoder()
         found: dict[Any, int] = {literal.token_to_id(token.content): token_id for token_id, token in added.items()}
         return {here: there for here, there in found.items() if here != there}
@@ -340,7 +340,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def _changed(value: Any, change: Callable[[str, bool], str], is_answer: bool) -> Any:
-    """Return a copy of plain data in which ``change(text, is_answer)`` replaces each text, including keys."""
+    """Return plain data with each text, including keys, replaced by ``change(text, is_answer)``."""
     if isinstance(value, str):
         return change(value, is_answer)
     if isinstance(value, dict):
@@ -353,7 +353,7 @@ def _changed(value: Any, change: Callable[[str, bool], str], is_answer: bool) ->
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches the longest of ``texts`` that fits. Its time does not depend on their number."""
+    """Return a pattern that finds the longest of ``texts``. The time of a search does not depend on their number."""
     trie: dict[str, Any] = {}
     for text in texts:
         node = trie

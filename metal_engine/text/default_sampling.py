@@ -12,11 +12,11 @@ _IF_CHANGED = ("top_k", "min_p", "repetition_penalty")
 
 
 def default_sampling_text(recommended: Mapping[str, Any]) -> str:
-    """Return the default sampling parameters as text, e.g. ``temperature 0.2, top_p 0.5``.
+    """Return the effective default sampling in words, as in ``temperature 0.2, top_p 0.5``.
 
     Args:
-        recommended: sampling parameters that the checkpoint or the caller recommends. All other parameters have the
-            defaults of ``SamplingParams``.
+        recommended: parameters from the checkpoint or the caller. The other parameters have the defaults of
+            SamplingParams.
     """
     params, neutral = SamplingParams(**recommended), SamplingParams()
     changed = [name for name in _IF_CHANGED if getattr(params, name) != getattr(neutral, name)]

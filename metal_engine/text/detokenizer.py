@@ -50,7 +50,7 @@ class Detokenizer:
             self.add(token_id)
 
     def _end_of_text(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading tokens after which the text does not end within a character."""
+        """Return the number of leading tokens whose text ends with a whole character."""
         shortest = max(len(token_ids) - _MAX_INCOMPLETE_TOKENS, 0)
         for end in range(len(token_ids), shortest, -1):
             if not self._decode(token_ids[max(end - _CONTEXT_TOKENS, 0) : end]).endswith(_INCOMPLETE):
@@ -81,7 +81,7 @@ class Detokenizer:
         return text
 
     def _whole_characters(self, token_id: int) -> str:
-        """Return the whole characters that a token adds if the stream has returned no text for the token.
+        """Return the new whole characters after a token for which the stream has returned no text.
 
         The stream holds back all text while the last character is incomplete.
         """

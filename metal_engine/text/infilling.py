@@ -52,7 +52,7 @@ class Infilling:
         return None
 
     def join(self, prefix: list[int], suffix: list[int]) -> tuple[list[int], slice]:
-        """Return the token ids of the prompt, and the positions of ``prefix`` in the prompt."""
+        """Return the prompt and the positions of the prefix in it."""
         if self.middle is None:
             before = [self.suffix, *suffix, self.prefix]
             return before + prefix, slice(len(before), len(before) + len(prefix))

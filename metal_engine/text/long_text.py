@@ -49,15 +49,15 @@ class TextTooLongError(ValueError):
 
 
 def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
-    """Encode a text. The ids are the same as from a single call of the tokenizer.
+    """Encode a text. The ids are the same as from a single call, wherever the text is cut.
 
     Args:
         backend: ``tokenizers.Tokenizer`` that neither truncates nor pads.
         add_special_tokens: True to add the ids that the tokenizer puts around a text, such as BOS.
-        max_tokens: limit on the number of tokens; None: no limit. Checked only for texts longer than one piece.
+        max_tokens: limit on the number of tokens; None: no limit. Checked only for texts that are cut.
 
     Raises:
-        TextTooLongError: the text has more than ``max_tokens`` tokens, or cannot be cut into short enough pieces.
+        TextTooLongError: the text has more than ``max_tokens`` tokens, or it is long and has no place to cut.
         Cancelled: the request was cancelled.
         TypeError: the text is not valid Unicode.
         ValueError: the tokenizer panics at the text.

@@ -13,9 +13,9 @@ _LIST = "'type'"
 
 
 class MessageRules:
-    """Rules of a chat template for messages, found by rendering test conversations.
+    """Rules of a chat template, found by rendering test conversations on first use.
 
-    Each rule is evaluated on first use. Thread-safe.
+    Thread-safe.
 
     Args:
         render: renders a conversation with the template. Raises ValueError if the template refuses the conversation.

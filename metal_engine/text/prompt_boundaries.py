@@ -62,7 +62,7 @@ class PromptBoundaries:
         )
 
     def num_instruction_tokens(self, prompt: list[int]) -> int:
-        """Return the number of prompt tokens before the content of the first user message; 0 if it is not found."""
+        """Return the number of prompt tokens before the content of the first user message; 0 if unknown."""
         if not self._turn:
             return 0
         tokens = array("i", prompt)

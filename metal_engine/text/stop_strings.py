@@ -39,7 +39,7 @@ class StopPrefix:
 
 @lru_cache(maxsize=4)
 def stop_automaton(stops: tuple[str, ...]) -> StopPrefix:
-    """Return the root of the automaton of one or more stop strings.
+    """Return the root of the automaton of some stop strings, at least one.
 
     Time and memory are linear in the characters of the stop strings: 20 ms and 5 MiB for the maximum of 16,384.
     """
@@ -77,14 +77,14 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str, *, is_active: bool = True) -> tuple[str, str | None]:
-        """Append new text. Return the text that may be shown, and the complete stop string; None if there is none.
+        """Append new text. Return the text that may be shown, and the stop string if one is complete.
 
         The stop string that is complete first wins. Among stop strings that end at the same character, the longest
-        wins. The result therefore does not depend on how the text is cut into pieces. The text shown ends before the
-        stop string, or after it if ``include`` is set.
+        wins. The result therefore does not depend on the pieces of the text. The text shown ends before the stop
+        string, unless ``include`` is set.
 
         Args:
-            is_active: False to show the text without searching for stop strings.
+            is_active: False to show the text without looking for stop strings.
         """
         node = self._node
         if not is_active:

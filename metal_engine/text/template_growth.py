@@ -136,7 +136,7 @@ def dated(form: Any) -> int:
 
 
 def _json(value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, *_: Any) -> int:
-    """Return the number of characters of indentation and separators in JSON. Every item has one of each."""
+    """Return the cost of indentation and separators in JSON: one of each for every item."""
     width = number(indent) or length(indent)
     between = sum(len(_text(one)) for one in separators) if length(separators) else 2
     total, waiting = 0, [(value, 1)]

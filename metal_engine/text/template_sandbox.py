@@ -46,7 +46,8 @@ from metal_engine.text.template_growth import (
 _STAND_IN_RANGES = (range(0x2801, 0x2900), range(0x1D800, 0x1DA00), range(0x1D000, 0x1D0F6))
 STAND_INS = "".join(chr(code) for codes in _STAND_IN_RANGES for code in codes)
 
-# Filters and tests whose cost grows with the whole value. The cost of others grows with its length, or is fixed.
+# Filters and tests whose cost grows with the value and all its contents. The cost of all other filters and tests grows
+# only with the number of items or characters of the value, or is fixed.
 _DEEP = frozenset(
     {
         "capitalize", "center", "dictsort", "e", "escape", "forceescape", "format", "groupby", "indent", "join",

@@ -25,7 +25,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return the byte of each character in byte-level (GPT-2) tokens. Printable Latin-1 characters stay unchanged."""
+    """Map each character of byte-level tokens (GPT-2) to its byte. Printable Latin-1 characters map to themselves."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
     return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}

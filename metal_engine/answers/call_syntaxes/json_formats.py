@@ -70,7 +70,7 @@ class JSONSyntax:
 
 
 def json_call(rules: Rules, tools: Sequence[ToolSchema]) -> str:
-    """Return a Lark expression for a call of one of the tools: a JSON object with ``name`` and ``arguments``."""
+    """Return a Lark expression for a call that is a JSON object with ``name`` and ``arguments``."""
     options = [
         f"{string(json.dumps(tool.name, ensure_ascii=False))} {GAP} "
         f'"," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {_object(rules, tool)}'

@@ -85,7 +85,7 @@ class TextNotExpressibleError(NotExpressibleError):
 
 
 class Rules:
-    """Rules and terminals of one grammar, by their names. Equal definitions get the same name."""
+    """Rules and terminals of one grammar. Equal definitions share a name."""
 
     def __init__(self) -> None:
         self._named: dict[str, str] = {}
@@ -117,12 +117,12 @@ class Rules:
         return name
 
     def define(self, name: str, definition: str) -> None:
-        """Define the rule ``name``, which :meth:`reserve` has returned."""
+        """Define a reserved rule."""
         assert self._named[name] == ""
         self._named[name] = definition
 
     def text_until(self, terminal: str, end: str) -> str:
-        """Return the name of a rule for a text that matches ``terminal``, and ``end`` at its first occurrence."""
+        """Return the name of a rule for a text that matches ``terminal``, followed by the first ``end``."""
         return self._shared("r", terminal, f"[suffix={mark(end)}]")
 
     def arguments(self, tool: ToolSchema, expression: Callable[[ToolSchema], str]) -> str:

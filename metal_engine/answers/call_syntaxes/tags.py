@@ -204,7 +204,7 @@ class TagSyntax:
 
 
 def object_text(values: dict[str, str]) -> str:
-    """Return the JSON text of an object. ``values`` maps the name of each property to the JSON text of its value."""
+    """Return the JSON text of an object whose values are JSON texts."""
     return "{" + ", ".join(f"{json_text(name)}: {value}" for name, value in values.items()) + "}"
 
 

@@ -74,7 +74,10 @@ class ToolSchema:
 
     @property
     def untyped(self) -> ToolSchema:
-        """The same tool with a schema that lists the same arguments, all optional, but allows any values and others."""
+        """The same tool with a schema that lists the same arguments. They are optional and may have any value.
+
+        The schema also allows all other arguments.
+        """
         try:
             listed, _ = self.arguments()
         except ParameterError:
@@ -172,7 +175,7 @@ class ToolSchema:
     # --- values ---
 
     def kinds(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """Return the JSON types that a schema may allow. Does not evaluate ``not``, so that some may be excluded."""
+        """Return the JSON types that a schema may allow. Keywords such as ``not`` may exclude some of them."""
         if not isinstance(schema, dict):
             return KINDS if schema else frozenset()
         if depth > _MAX_DEPTH:
@@ -194,7 +197,7 @@ class ToolSchema:
         return kinds
 
     def allows(self, schema: Any, value: bool | int | float | None, depth: int = 0) -> bool:
-        """Return True if a schema certainly allows ``value``. Return False if the schema excludes it or is unclear."""
+        """Return True if a schema is sure to allow ``value``. Return False if not, or if this method cannot decide."""
         if not isinstance(schema, dict):
             return bool(schema)
         if depth > _MAX_DEPTH or not _UNKNOWN.isdisjoint(schema):

@@ -53,7 +53,7 @@ def json_of(tool: ToolSchema, schema: Any, kinds: frozenset[str]) -> str:
 
 
 def after_space(text: str, at: int) -> int:
-    """Return the position of the first character from ``at`` on that is not white space, or the text's length."""
+    """Return the position of the first character at or after ``at`` that is not white space."""
     found = _SPACES.match(text, at)
     assert found is not None
     return found.end()
@@ -154,7 +154,7 @@ class RawValues:
         return None if value is None else (value, end + len(self._end))
 
     def _scalar(self, text: str, kinds: frozenset[str], tool: ToolSchema, schema: Any) -> str | None:
-        """Return the number, boolean, null or string that ``text`` spells, as JSON text; None if no type fits."""
+        """Return the JSON text of the string, number, boolean or null that ``text`` spells; None if no type fits."""
         if self._pad:
             text = text.removeprefix(self._pad).removesuffix(self._pad)
         stripped = text.strip(_SPACE)

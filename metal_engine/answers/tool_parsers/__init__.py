@@ -1,1 +1,1 @@
-"""Parsers of tool calls that no grammar has constrained. They accept common mistakes of models."""
+"""Parsers for tool calls that no grammar has constrained. They tolerate what models get wrong."""

@@ -16,7 +16,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonicCalls:
-    """Parser of calls in Python's syntax whose arguments are keyword arguments with literal values.
+    """Parser of calls whose arguments are keywords and literals.
 
     Args:
         start: mark that begins the calls.

@@ -63,7 +63,7 @@ class Qwen3CoderCalls:
 
 
 def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the end of the match at position ``at``. The pattern must also match the empty text."""
+    """Return the end of the match at a position. The pattern must match everywhere, at least the empty text."""
     found = pattern.match(text, at)
     assert found is not None
     return found.end()

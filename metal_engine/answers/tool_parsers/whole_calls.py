@@ -13,7 +13,7 @@ from metal_engine.answers.tool_parsers.json_calls import JSON_CALLS
 
 
 class WholeCalls:
-    """Wrapper of a parser that refuses a text if the parser would ignore part of the text.
+    """Parser that refuses a text if the wrapped parser would ignore part of the text.
 
     Args:
         parser: wrapped parser, from mlx-lm.

@@ -1,1 +1,1 @@
-"""Image processing of the supported model families, one class for each."""
+"""Image processors of the supported model families."""

@@ -119,7 +119,7 @@ class ImageProcessorFamily(ABC):
         raise NotImplementedError
 
     def _settings(self) -> dict[str, Any]:
-        """Return a copy of the checkpoint's configuration of the image processor, for ``from_dict``."""
+        """Return the configuration of the image processor for ``transformers``."""
         return dict(self.vision.processor)
 
 

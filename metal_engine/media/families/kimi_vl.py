@@ -47,7 +47,7 @@ class KimiVL(ImageProcessorFamily):
         return max(rows * count for rows, count in enumerate(columns, 1))
 
     def _scaled(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size (width, height) in pixels of an image after scaling it down to the maximum of patches."""
+        """Return the width and height of the image in pixels, scaled down to the maximum number of patches."""
         patch, most = self.vision.patch_size, self._max_patches
         num_patches = (width // patch) * (height // patch)
         if num_patches <= most:
@@ -56,7 +56,7 @@ class KimiVL(ImageProcessorFamily):
         return int(width * scale), int(height * scale)
 
     def _whole(self, length: int) -> int:
-        """Round the length of a side in pixels to whole features: up if images are padded, otherwise down."""
+        """Return the length of a side in pixels, rounded to whole features: up if images are padded, otherwise down."""
         if self.vision.processor.get("pad_input", False):
             return math.ceil(length / self._side) * self._side
         return length // self._side * self._side

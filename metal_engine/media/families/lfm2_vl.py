@@ -21,7 +21,7 @@ _START, _END, _THUMBNAIL = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|
 class Lfm2VL(ImageProcessorFamily):
     """Image processing of LFM2-VL.
 
-    The grid has four numbers: rows and columns of tiles, and rows and columns of features of the resized image.
+    The grid has the rows and columns of tiles, and the rows and columns of features of the resized image.
     """
 
     @property
