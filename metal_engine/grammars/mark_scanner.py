@@ -12,8 +12,8 @@ from metal_engine.grammars.compiler import GrammarTask
 
 FreePhase = Literal["content", "reasoning"]
 
-# Number of bytes of a mark's tail (`Segment.tail`) that the text must have before the segment may begin. A shorter tail
-# needs all bytes except the last, but at least one.
+# Number of bytes of a mark's tail (`Segment.tail`) that the text must have before the segment may begin. For a tail of
+# at most this length, the number is the length minus 1, at least 1.
 _PARTIAL_BYTES = 4
 
 

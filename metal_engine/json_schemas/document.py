@@ -19,8 +19,8 @@ _MAX_EFFORT = 50_000
 LIMITING = frozenset(
     {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "maxProperties", "const", "enum"}
 )
-# Neither the schemas under these keywords nor a schema that has one of the keywords is closed: whether they match may
-# decide whether other schemas apply.
+# Keywords whose schemas decide whether other schemas apply. These schemas are not closed. A schema with one of the
+# keywords is not closed either.
 OPAQUE = frozenset(
     {
         "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "contains",

@@ -12,7 +12,7 @@ from metal_engine.json_schemas.document import DEFINITIONS
 _MAX_DEPTH = 128
 # Maximum number of characters of one name in a place.
 _MAX_NAME = 100
-# Place of a value: the place of the value around it, and its name there. None for the whole schema.
+# Place of a value: the place of the schema or object that contains the value, and the value's name. None: whole schema.
 _Place = tuple["_Place | None", str] | None
 
 _ONE = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems", "additionalItems", "items", "contains",

@@ -16,8 +16,8 @@ class FairQueue:
     """Queue that gives the next turn to the waiting request that has used the least time. Thread-safe.
 
     A new request does not start at 0 seconds, but at the least time of the waiting requests that have had a turn.
-    If there is none, it starts at the time of the request that got the latest turn. At equal times, the request that
-    came first wins. New requests therefore cannot delay another request forever.
+    Without waiting requests, the start is the time of the request with the latest turn. At equal times, the request
+    that came first gets the turn. New requests therefore cannot delay another request forever.
 
     Args:
         num_at_once: maximum number of concurrent turns.
