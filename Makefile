@@ -9,9 +9,10 @@ ARGS  ?=
 # The exact versions that the tests ran on (tools/constraints.py); empty for the newest that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
 
-# The first Python of at least 3.11.
+# The first Python from 3.11 to 3.14, on a Mac for arm64. Some pinned packages have no build for newer versions.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
+	$$p -c 'import platform, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14) or \
+	sys.platform == "darwin" and platform.machine() != "arm64")' 2>/dev/null && { command -v $$p; break; }; done)
 BIN := .venv/bin
 # Says how far it is on a terminal, and nothing elsewhere.
 INSTALL := $(BIN)/python tools/install.py $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -28,11 +29,13 @@ MODELS ?= $(MODEL)
 
 .PHONY: serve chat disagg gateway mac test test-full mutants lint format clang chromium clean
 
+# Not $(BIN)/metal-engine: in folders that iCloud syncs, macOS hides files of .venv, and Python then ignores the link to
+# the checkout.
 serve: .venv/.installed  ## serve MODEL on HOST:PORT
-	$(BIN)/metal-engine serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+	$(BIN)/python -m metal_engine serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 chat: .venv/.installed  ## talk to MODEL in the terminal
-	$(BIN)/metal-engine chat $(MODEL) $(ARGS)
+	$(BIN)/python -m metal_engine chat $(MODEL) $(ARGS)
 
 disagg: .venv/.installed-dev  ## prefill on one server, decode on another, on this machine
 	$(BIN)/python -m tools.disagg.demo $(MODEL)
@@ -77,7 +80,7 @@ clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 .venv/bin/python:
-	@test -n "$(PYTHON)" || { echo "metal-engine needs Python 3.11 or newer: install one, or make PYTHON=/path/to/python3"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "metal-engine needs Python 3.11 to 3.14, on a Mac for arm64: install one, or make PYTHON=/path/to/python3"; exit 1; }
 	@echo "Making .venv with $(PYTHON)"
 	@$(PYTHON) -m venv .venv
 

@@ -1,7 +1,4 @@
-"""Main module of the process of an engine: ``python -m metal_engine.cli.engine_worker DESCRIPTOR``.
-
-DESCRIPTOR is the number of the inherited descriptor of the socket to the server.
-"""
+"""Main module of the process of an engine. Its standard input is the socket to the server."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import msgspec
 
 from metal_engine.device.allocator import give_back_freed_memory, keep_freed_memory
 from metal_engine.lazy_packages import make_packages_lazy
+from metal_engine.python_process import channel_to_parent
 from metal_engine.settings.args import EngineArgs
 
 if TYPE_CHECKING:
@@ -86,4 +84,4 @@ if __name__ == "__main__":
 
     from metal_engine.engine.process.child import serve_engine
 
-    serve_engine(int(sys.argv[1]), _set_up)
+    serve_engine(channel_to_parent(), _set_up)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from metal_engine.cancellation import check_cancelled
 from metal_engine.forks.channel import BUFFER_BYTES, LENGTH, framed
-from metal_engine.python_process import PYTHON, python_environment
+from metal_engine.python_process import start_python
 
 # Interval at which a waiting request checks for cancellation.
 _POLL_MILLISECONDS = 20
@@ -136,15 +136,7 @@ class ForkingProcess:
         try:
             with theirs:
                 # Starts a new interpreter: a fork would inherit the locks of other threads, and MLX.
-                process = subprocess.Popen(
-                    [*PYTHON, "-m", self._module, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    env=python_environment(),
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # a terminal's interrupt must not reach this process
-                )
+                process = start_python(self._module, theirs, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         except (OSError, ValueError, TypeError) as error:
             ours.close()
             raise ForkError(str(error)) from error

@@ -32,7 +32,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 
 import llguidance
@@ -56,6 +55,7 @@ from metal_engine.grammars.messages import (
 )
 from metal_engine.grammars.next_mask import next_mask
 from metal_engine.grammars.source import grammar_source, is_segment
+from metal_engine.python_process import channel_to_parent
 
 COMPILE_CPU_SECONDS = 1.0
 MAX_GROWTH = 64 << 20
@@ -340,4 +340,4 @@ def main(control: socket.socket) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(EOFError, OSError):
-        main(socket.socket(fileno=int(sys.argv[1])))
+        main(channel_to_parent())

@@ -23,7 +23,6 @@ import hashlib
 import json
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +37,7 @@ from metal_engine.media.families.base import Grid, ImageProcessorFamily
 from metal_engine.media.families.find import find_family
 from metal_engine.media.image_decoding import ImageFileError, decoded, displayed_size, open_image
 from metal_engine.media.limits import IMAGE_CPU_SECONDS, LOW_DETAIL_TOKENS, MAX_GROWTH
+from metal_engine.python_process import channel_to_parent
 from metal_engine.settings.config import VisionConfig
 
 # Size of an image that is processed at the start, to load what the first request would load.
@@ -150,4 +150,4 @@ def main(control: socket.socket) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(EOFError, OSError):
-        main(socket.socket(fileno=int(sys.argv[1])))
+        main(channel_to_parent())

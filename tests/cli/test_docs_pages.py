@@ -75,6 +75,15 @@ def test_flags_exist(page: Path) -> None:
     assert flags - known_flags() == set()
 
 
+@pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_commands_can_be_pasted(page: Path) -> None:
+    """The zsh of macOS passes ``# text`` after a command to the command."""
+    comments = [
+        line for block in blocks(page.read_text(), "sh") for line in block.splitlines() if re.search("(^| )#", line)
+    ]
+    assert not comments
+
+
 def test_wrong_flags_are_noticed() -> None:
     page = (
         "Lower `--max-model-length`, as `uv --quiet` does.\n"

@@ -222,9 +222,9 @@ def test_a_python_without_the_engine_finds_the_one_that_has_it(tmp_path: Path) -
 
 def test_other_models_are_served_by_make() -> None:
     (command,) = re.findall(r"`(make serve MODEL=\S+)`", START)
-    assert Terminal.recipe(command) == ["metal-engine serve Qwen/Qwen3-0.6B --host 127.0.0.1 --port 8000"]
+    assert Terminal.recipe(command) == ["python -m metal_engine serve Qwen/Qwen3-0.6B --host 127.0.0.1 --port 8000"]
     (command,) = re.findall(r"`(make serve PORT=\S+)`", START)
-    assert Terminal.recipe(command) == ["metal-engine serve demo --host 127.0.0.1 --port 8001"]
+    assert Terminal.recipe(command) == ["python -m metal_engine serve demo --host 127.0.0.1 --port 8001"]
 
 
 def test_wrong_output_is_noticed() -> None:

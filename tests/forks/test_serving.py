@@ -12,22 +12,22 @@ from metal_engine.forks.channel import receive
 ROOT = Path(__file__).resolve().parents[2]
 # A forking process that cannot fork.
 SCRIPT = """
-import os, socket, sys
+import os
 from metal_engine.forks.serving import serve_forks
+from metal_engine.python_process import channel_to_parent
 
 def fork():
     raise OSError("no more processes")
 
 os.fork = fork
-serve_forks(socket.socket(fileno=int(sys.argv[1])), lambda channel: None)
+serve_forks(channel_to_parent(), lambda channel: None)
 """
 
 
 def test_a_failed_fork_for_a_peer_that_has_gone_does_not_end_the_process() -> None:
     control, theirs = socket.socketpair()
     with control, theirs:
-        command = [sys.executable, "-c", SCRIPT, str(theirs.fileno())]
-        process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+        process = subprocess.Popen([sys.executable, "-c", SCRIPT], cwd=ROOT, stdin=theirs)
         theirs.close()
         assert receive(control) == b"", "it is ready"
         gone, channel = socket.socketpair()

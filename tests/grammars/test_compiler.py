@@ -18,9 +18,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from metal_engine import python_process
 from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.errors import OverloadedError, ParameterError
-from metal_engine.forks import forking_process
 from metal_engine.forks.channel import framed, receive
 from metal_engine.forks.forking_process import ForkError
 from metal_engine.grammars import compiler as compiler_module
@@ -152,13 +152,13 @@ def test_without_processes_only_structured_output_is_refused(
     engine = tiny_engine()
     structured = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(forking_process, "PYTHON", ("/nowhere/python",))
+        patch.setattr(python_process, "PYTHON", ("/nowhere/python",))
         with pytest.raises(
             ParameterError, match=r"^structured_outputs cannot be served: .* cannot be started: .*nowhere"
         ):
             engine.prepare(byte_ids("a"), structured)
         assert "structured output is refused" in caplog.text
-        patch.setattr(forking_process, "PYTHON", ("/bin/false",))
+        patch.setattr(python_process, "PYTHON", ("/bin/false",))
         with pytest.raises(ParameterError, match=r"cannot be started: it ended with status 1$"):
             engine.prepare(byte_ids("a"), structured)
         engine.prepare(byte_ids("a"), SamplingParams())

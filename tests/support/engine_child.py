@@ -1,6 +1,6 @@
 """Engines of tests in processes of their own, and processes that only pretend to be engines.
 
-``python -m tests.support.engine_child DESCRIPTOR`` is the process. The arguments of the message
+``python -m tests.support.engine_child`` is the process. The arguments of the message
 :class:`metal_engine.engine.process.wire.Build` select a function of this module, which builds the engine.
 """
 
@@ -27,11 +27,14 @@ from metal_engine.engine.process.limits import ProcessLimits
 from metal_engine.engine.process.spawner import Spawner
 from metal_engine.engine.process.supervisor import EngineSupervisor
 from metal_engine.errors import ConfigError
+from metal_engine.python_process import channel_to_parent
 from metal_engine.text.tokenizer import Tokenizer
 from tools.benchmarks.engine_death.worker import failing
 from tools.fixtures.fake_engine import FakeRunner, fake_config, tiny_tokenizer
 
 MODULE = "tests.support.engine_child"
+# In the engine's process: the socket to the server, beside the channel.
+_sockets: list[socket.socket] = []
 
 
 def process_of(
@@ -287,7 +290,7 @@ def dying_later(after: str) -> BuiltEngine:
 
 
 def _socket() -> socket.socket:
-    return socket.socket(fileno=os.dup(int(sys.argv[1])))
+    return _sockets[0]
 
 
 def _set_up(start: wire.Start) -> tuple[PrepareFunction, BuildFunction]:
@@ -299,4 +302,5 @@ def _set_up(start: wire.Start) -> tuple[PrepareFunction, BuildFunction]:
 
 
 if __name__ == "__main__":
-    serve_engine(int(sys.argv[1]), _set_up)
+    _sockets.append(channel_to_parent())
+    serve_engine(_sockets[0].dup(), _set_up)

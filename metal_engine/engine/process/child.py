@@ -301,11 +301,13 @@ class EngineChild:
                 self._thread.submit(message.request_id, prepared, *arguments)
 
 
-def serve_engine(descriptor: int, set_up: Callable[[wire.Start], tuple[PrepareFunction, BuildFunction]]) -> NoReturn:
+def serve_engine(
+    sock: socket.socket, set_up: Callable[[wire.Start], tuple[PrepareFunction, BuildFunction]]
+) -> NoReturn:
     """Run an engine for the server at the other end of a socket. Then end this process.
 
     Args:
-        descriptor: descriptor of the socket.
+        sock: socket to the server.
         set_up: function that sets up this process, and returns the functions that prepare and build the engine.
     """
     end_with_parent()
@@ -314,7 +316,7 @@ def serve_engine(descriptor: int, set_up: Callable[[wire.Start], tuple[PrepareFu
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(wire.DUMP_SIGNAL)
-    channel = Channel(socket.socket(fileno=descriptor))
+    channel = Channel(sock)
     try:
         start = wire.decode_to_engine(channel.receive())
         if not isinstance(start, wire.Start):

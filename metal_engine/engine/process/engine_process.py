@@ -16,7 +16,7 @@ from metal_engine.engine.process.channel import Channel
 from metal_engine.engine.process.error_output import ErrorOutput
 from metal_engine.engine.process.packed_results import unpacked_error
 from metal_engine.errors import ModelLoadError
-from metal_engine.python_process import PYTHON, python_environment
+from metal_engine.python_process import start_python
 from metal_engine.settings.config import DeviceInfo
 
 logger = logging.getLogger(__name__)
@@ -51,14 +51,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self.popen = subprocess.Popen(
-                    [*PYTHON, "-m", module, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stderr=self._errors.descriptor,
-                    env=python_environment(),
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # a terminal's interrupt must not reach this process
-                )
+                self.popen = start_python(module, theirs, stderr=self._errors.descriptor)
         finally:
             self._errors.start()
         self._channel = Channel(ours, stall_seconds)
