@@ -35,13 +35,15 @@ class JSONParts:
 
         ``answer`` must contain every placeholder once, in the order of :meth:`add`.
         """
-        rest = answer.model_dump_json().encode()
+        whole = answer.model_dump_json().encode()
         pieces: list[bytes] = []
+        end = 0  # of the previous placeholder
         for place, json in self._parts:
-            before, found, rest = rest.partition(place)
-            assert found, "a part has no place in the answer"
-            pieces += [before, json]
-        return b"".join([*pieces, rest])
+            start = whole.find(place, end)
+            assert start >= 0, "a part has no place in the answer"
+            pieces += [whole[end:start], json]
+            end = start + len(place)
+        return b"".join([*pieces, whole[end:]])
 
 
 def array(slices: Iterable[bytes]) -> bytes:

@@ -7,6 +7,7 @@ import json
 import random
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,6 +63,31 @@ def test_a_long_answer_is_as_a_short_one(tiny: Served, name: str, monkeypatch: p
     # Rounding of log probabilities depends on the prompts that share a step.
     assert leaves(answer(tiny, name).json()) == pytest.approx(leaves(short.json()), abs=1e-4)
     assert len(threads) == 1 and threads[0].startswith("heavy-work")
+
+
+class _Counted(bytes):
+    """Bytes that count their copies."""
+
+    num_copied = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._count(super().__getitem__(index))
+
+    def partition(self, place: Any) -> Any:
+        return tuple(map(self._count, super().partition(place)))
+
+    def _count(self, part: bytes) -> bytes:
+        _Counted.num_copied += len(part)
+        return _Counted(part)
+
+
+def test_a_response_with_many_parts_is_copied_once() -> None:
+    parts = JSONParts()
+    places = [parts.add(b"%d" % i).model_dump() for i in range(100)]
+    answer: Any = Mock()
+    answer.model_dump_json().encode.return_value = _Counted(json.dumps(places, separators=(",", ":")).encode())
+    assert json.loads(parts.encode(answer)) == list(range(100))
+    assert _Counted.num_copied < 2 * 100
 
 
 def test_log_probabilities_of_one_answer_are_bounded(tiny: Served, monkeypatch: pytest.MonkeyPatch) -> None:
