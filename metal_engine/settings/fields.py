@@ -170,7 +170,7 @@ def parse_size(text: str) -> int:
         ValueError: the text has another format.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    if match is None or (match[3] and not match[2]):
+    if match is None or (not match[2] and (match[3] or "." in match[1])):
         raise ValueError(f"{text!r} is not a size such as 2GiB, 512MB or 1073741824")
     if match[2] and not match[3] and not text.strip().lower().endswith("b"):
         return int(_multiplied(match[1], 1024 if text.strip()[-1].isupper() else 1000, match[2]))

@@ -193,8 +193,8 @@ class ServerArgs(SettingsBase):
             raise ConfigError("ssl-ca-certs", "and ssl-keyfile-password need --ssl-certfile")
         if isinstance(self.api_key, str):
             object.__setattr__(self, "api_key", (self.api_key,))
-        if not all(key.strip() and key.isascii() for key in self.api_key):
-            raise ConfigError("--api-key", "must be ASCII and not empty")
+        if not all(key and key == key.strip() and key.isascii() and key.isprintable() for key in self.api_key):
+            raise ConfigError("--api-key", "must be printable ASCII, not empty, and without spaces around it")
         if not all(name.strip() for name in self.allowed_hosts):
             raise ConfigError("--allowed-hosts", "must not be empty")
         for name in self.served_model_name:

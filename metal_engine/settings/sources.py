@@ -93,7 +93,7 @@ def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]
         keys = _top_level_keys(yaml.compose(text, Loader=yaml.SafeLoader))
     except OSError as error:
         raise ConfigError("--config", f"cannot read --config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: as for the date 2024-02-30
         reason = " ".join(str(error).split())
         raise ConfigError("--config", f"{path} is not valid YAML: {reason}") from error
     if content is None:

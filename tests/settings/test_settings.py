@@ -134,6 +134,7 @@ BAD_FILES = [
     ("port: 1\nhost: a\nport: 2", "given twice"),
     ("- port", "must contain `flag: value` lines, not a list"),
     ("port: 'a", "is not valid YAML"),
+    ("revision: 2024-02-30", "is not valid YAML: day is out of range"),
     ("a: &a [*a]", "unknown setting"),
     ("!!python/object/apply:os.system ['true']", "is not valid YAML"),
 ]
@@ -187,7 +188,9 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "2 Gigs", "1,000", "0x10", "1i", "1ib", "nan", "1..5G"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1e9", "2 Gigs", "1,000", "0x10", "1i", "1ib", "nan", "1..5G", "1.5"]
+)
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_size(text)
@@ -216,6 +219,8 @@ BAD_SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"shutdown_timeout": float("nan")}, "--shutdown-timeout"),
     ({"api_key": " "}, "--api-key"),
     ({"api_key": "schlüssel"}, "--api-key"),
+    ({"api_key": ("key", "key ")}, "--api-key"),
+    ({"api_key": "a\nb"}, "--api-key"),
     ({"served_model_name": ("a", "")}, "--served-model-name"),
 ]
 
