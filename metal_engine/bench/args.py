@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.fields import SettingsBase, setting
@@ -43,6 +44,8 @@ class WorkloadArgs(SettingsBase):
             raise ConfigError(
                 "--dataset-path", "is required for the datasets sharegpt and custom, and not allowed for others"
             )
+        if self.dataset_name == "prefix" and not self.prefix_len:
+            raise ConfigError("--prefix-len", "is required for the dataset prefix")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +63,17 @@ class BenchServeArgs(WorkloadArgs):
     image_size: str = setting("512x512", "Width and height of an image in pixels, as in 1024x768.")
     seed: int = setting(0, "Seed of prompts, images, lengths and arrivals.", ge=0)
     api_key: str | None = setting(None, "Key to send as `Authorization: Bearer KEY`.", secret=True)
-    request_rate: float = setting(float("inf"), "Requests per second; inf sends all at once.", gt=0)
+    request_rate: float = setting(inf, "Requests per second; inf sends all at once.", gt=0)
     burstiness: float = setting(
-        1.0, "Shape of the gamma distribution of times between requests: 1 is Poisson, less is burstier.", gt=0
+        1.0, "Shape of the gamma distribution of times between requests: 1 is Poisson, less is burstier.", gt=0, lt=inf
     )
     max_concurrency: int | None = setting(None, "Maximum requests in flight.", ge=1)
     num_warmups: int = setting(1, "Requests to complete before the measured ones.", ge=0)
-    temperature: float = setting(0.0, "Sampling temperature.", ge=0)
+    temperature: float = setting(0.0, "Sampling temperature.", ge=0, lt=inf)
     ignore_eos: bool = setting(True, "Request exactly --output-len tokens, and check their number.")
     extra_body: str | None = setting(None, "JSON object with more fields for every request.")
-    request_timeout: float = setting(3600.0, "Maximum seconds of a request.", gt=0)
-    ready_timeout: float = setting(0.0, "Seconds to wait for the server.", ge=0)
+    request_timeout: float = setting(3600.0, "Maximum seconds of a request.", gt=0, lt=inf)
+    ready_timeout: float = setting(0.0, "Seconds to wait for the server.", ge=0, lt=inf)
     percentiles: tuple[str, ...] = setting(("99",), "Percentiles to report.")
     goodput: tuple[str, ...] = setting((), "Limit in ms for a good request: ttft:N, tpot:N or e2el:N. Repeatable.")
     save_result: str | None = setting(None, "JSON file for the result, including every request.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from math import inf
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from metal_engine.bench.report import table
 from metal_engine.bench.server_metrics import SpecDecodeCounts, parse_counts, parse_kv_cache_dtype
 from metal_engine.bench.stats import peak_concurrency, summarize
 from metal_engine.errors import ConfigError
+from metal_engine.settings.fields import flag
 
 
 def record(started: float, times: list[float], *, output_len: int | None = None) -> RequestRecord:
@@ -126,8 +128,10 @@ def test_all_at_once() -> None:
         ({"max_concurrency": 0}, "--max-concurrency"),
         ({"dataset_name": "custom"}, "--dataset-path"),
         ({"dataset_path": "x.jsonl"}, "--dataset-path"),
+        ({"dataset_name": "prefix"}, "--prefix-len"),
         ({"base_url": "localhost:8000"}, "--base-url"),
         ({"range_ratio": 1.0}, "--range-ratio"),
+        *[({name: inf}, flag(name)) for name in ("burstiness", "temperature", "request_timeout", "ready_timeout")],
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, object], message: str) -> None:
