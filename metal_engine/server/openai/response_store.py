@@ -52,7 +52,10 @@ class ResponseStore:
         """Store a finished response. Drop the least recently used responses if necessary.
 
         If the response alone exceeds a limit of the store, it is dropped, too, after all other finished responses.
+        Does nothing if the maximum number of responses is 0.
         """
+        if not self._max_responses:
+            return
         with self._lock:
             self._add(state)
             self._make_room()

@@ -229,7 +229,7 @@ def test_the_store_is_bounded() -> None:
     assert len(store) == 0
     nothing = ResponseStore(0)
     nothing.put(finished())
-    assert len(nothing) == 0
+    assert len(nothing) == 0 and not nothing.num_dropped
 
 
 def test_unfinished_responses_stay_stored() -> None:
