@@ -10,7 +10,7 @@ import numpy as np
 
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.server.embeddings.pooling import MAX_INPUTS, Pooled, PoolingRequest, PoolingTask, pool
-from metal_engine.server.errors import invalid
+from metal_engine.server.errors import APIError, invalid
 from metal_engine.settings.config import RerankerConfig
 from metal_engine.text.tokenizer import Tokenizer
 
@@ -55,7 +55,8 @@ async def score(pooling: PoolingRequest, pairs: Pairs, id_prefix: str) -> Scores
         id_prefix: prefix of the response's id.
 
     Raises:
-        APIError: status 400 if the model is neither a reranker nor an embedding model. Otherwise, as :func:`pool`.
+        APIError: status 400 if the model is neither a reranker nor an embedding model; 500 if a score is NaN or
+            infinity. Otherwise, as :func:`pool`.
         EngineDeadError: the engine has stopped.
     """
     served = pooling.served
@@ -99,7 +100,7 @@ async def _by_reranker(pooling: PoolingRequest, reranker: RerankerConfig, pairs:
     )
     pooled = await pool(pooling, task, len(pairs.documents))
     values = [_sigmoid(float(yes) - float(no)) for no, yes in pooled.vectors]
-    return Scores(pooled.request_id, values, pooled.num_prompt_tokens)
+    return _scores(pooled, values)
 
 
 def _reranker_prompts(
@@ -151,6 +152,12 @@ async def _by_cosine(pooling: PoolingRequest, pairs: Pairs, id_prefix: str) -> S
     pooled = await pool(pooling, task, len(texts))
     couples = zip(pairs.queries, pairs.documents, strict=True)
     values = [_dot(pooled, place[query], place[document]) for query, document in couples]
+    return _scores(pooled, values)
+
+
+def _scores(pooled: Pooled, values: list[float]) -> Scores:
+    if not all(map(math.isfinite, values)):
+        raise APIError(500, "the model gives scores that are not numbers", code="generation_failed")
     return Scores(pooled.request_id, values, pooled.num_prompt_tokens)
 
 

@@ -73,6 +73,16 @@ def rerank(served: Served, path: str = "/v1/rerank", **body: Any) -> dict[str, A
     return answer
 
 
+@pytest.mark.parametrize("kind", ["judge", "embedder"])
+def test_scores_that_are_not_numbers(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: Served = request.getfixturevalue(kind)
+    monkeypatch.setattr("tools.fixtures.fake_engine.pooled", lambda *_: np.full(2, np.nan, np.float32))
+    for path, body in (("/rerank", {"query": "q", "documents": ["d"]}), ("/score", {"text_1": "q", "text_2": "d"})):
+        check_error(served.post(path, body), 500, code="generation_failed")
+
+
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank"])
 def test_documents_come_best_first(judge: Served, path: str) -> None:
     answer = rerank(judge, path)
