@@ -19,7 +19,7 @@ from metal_engine.server.errors import install_error_handlers
 from metal_engine.server.generation.model_provider import ModelProvider, MultiModel, SingleModel, served_model
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
-from metal_engine.server.generation.response_runner import ResponseRunner
+from metal_engine.server.generation.response_runner import GENERATION_ID, ResponseRunner
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.lora import add_lora_routes
 from metal_engine.server.middleware.gate import limit_body, only_probes_if_spare, require_api_key
@@ -138,7 +138,7 @@ def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle, metrics: Se
             allow_origins=list(args.allowed_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", GENERATION_ID],
         )
     if checks_hosts(args):
         app.add_middleware(allow_hosts, args=args)

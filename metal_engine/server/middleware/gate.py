@@ -36,18 +36,18 @@ def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
             await app(scope, receive, send)
             return
         sent = Headers(scope=scope)
-        scheme, _, given = sent.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            given = sent.get("x-api-key", "")  # header of Anthropic's clients
-        digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).digest()
+        scheme, _, token = sent.get("authorization", "").partition(" ")
+        # Anthropic's clients send x-api-key. They send both headers if they have a token and a key.
+        given = [token if scheme.lower() == "bearer" else "", sent.get("x-api-key", "")]
+        digests = [hashlib.sha256(key.strip().encode("latin-1", "replace")).digest() for key in given]
         # All keys are compared, so that the time does not reveal which key matched.
-        has_key = sum([hmac.compare_digest(digest, one) for one in wanted]) > 0
+        has_key = sum([hmac.compare_digest(digest, one) for digest in digests for one in wanted]) > 0
         if has_key or scope["path"] in OPEN_PATHS or is_open(scope):
             scope[WITHOUT_KEY] = not has_key
             await app(scope, receive, send)
             return
         headers = {"www-authenticate": "Bearer", "connection": "close"}
-        error = APIError(401, _WRONG_KEY if given else _NO_KEY, code="invalid_api_key", headers=headers)
+        error = APIError(401, _WRONG_KEY if any(given) else _NO_KEY, code="invalid_api_key", headers=headers)
         await refuse(error, scope, receive, send)
 
     return guarded

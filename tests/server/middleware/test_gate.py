@@ -48,6 +48,7 @@ WRONG = [
     {"x-api-key": f"Bearer {KEY}"},
     {"x-api-key": OTHER_KEY[:-1]},
     {"authorization": f"Bearer {KEY},{OTHER_KEY}"},
+    {"authorization": "Bearer none", "x-api-key": "none"},
 ]
 
 
@@ -63,7 +64,12 @@ def test_without_the_key(guarded: Served, headers: dict[str, str]) -> None:
 def test_with_the_key(guarded: Served) -> None:
     assert httpx.get(guarded.url + "/health").status_code == 200
     for key in (KEY, OTHER_KEY):
-        for headers in ({"authorization": f"bearer {key}"}, {"x-api-key": key}):
+        for headers in (
+            {"authorization": f"bearer {key}"},
+            {"x-api-key": key},
+            {"authorization": "Bearer none", "x-api-key": key},
+            {"authorization": f"Bearer {key}", "x-api-key": "none"},
+        ):
             assert httpx.get(guarded.url + "/v1/models", headers=headers).status_code == 200
     client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEY, max_retries=0)
     assert client.completions.create(model=MODEL, prompt="a").model == MODEL

@@ -62,6 +62,7 @@ def test_allowed_origins(allowed: str) -> None:
         url = served.url + "/v1/completions"
         response = CLIENT.post(url, json=BODY, headers=marked | key)
         assert response.status_code == 200 and response.headers["access-control-allow-origin"] == allowed
+        assert "x-generation-id" in response.headers["access-control-expose-headers"]
         assert CLIENT.post(url, json=BODY, headers=other | key).status_code == (200 if allowed == "*" else 403)
         response = CLIENT.post(url, json=BODY, headers=marked)
         assert (response.status_code, response.headers["access-control-allow-origin"]) == (401, allowed)
