@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,19 +19,21 @@ _LAST_WRITES_SECONDS = 1.0
 
 
 class Lifecycle:
-    """Counts POST requests, and drains them when the server stops. Must be used in the event loop's thread.
+    """Counts requests, and drains them when the server stops. Must be used in the event loop's thread.
+
+    Counts POST requests, and the other requests that use :meth:`in_flight`.
 
     Args:
         cut_requests: function that ends every current and future request with a message.
 
     Attributes:
-        num_active: number of POST requests whose response is incomplete.
-        num_begun: number of accepted POST requests so far.
+        num_active: number of counted requests whose response is incomplete.
+        num_begun: number of counted requests so far.
         draining: True once the server rejects new POST requests.
         cut: True once all requests have been aborted.
         at_drain: functions to call when the server begins to drain. They end work that no client waits for.
-        at_end: functions to call when the server is about to end. They end streams of other requests than POST. They
-            may be called several times.
+        at_end: functions to call when the server is about to end. They end streams of requests that are not counted.
+            They may be called several times.
     """
 
     def __init__(self, cut_requests: Callable[[str], None], workers: Workers) -> None:
@@ -46,7 +48,7 @@ class Lifecycle:
         self.at_end: list[Callable[[], None]] = []
 
     async def drain(self, timeout: float) -> None:
-        """Reject new POST requests, and wait for those in flight. After ``timeout`` seconds, abort the remaining ones.
+        """Reject new POST requests, and wait for the requests in flight. After ``timeout`` seconds, abort the rest.
 
         Requests that wait for a grammar or for their images get an error at once. The engine has not begun them.
         """
@@ -80,6 +82,19 @@ class Lifecycle:
                 await self._idle.wait()
         return self._idle.is_set()
 
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Within this context, count a request. :meth:`drain` waits for its end."""
+        self.num_active += 1
+        self.num_begun += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.num_active -= 1
+            if not self.num_active:
+                self._idle.set()
+
     def middleware(self, app: ASGIApp) -> ASGIApp:
         """Wrap ``app``: count its POST requests, and reject them with status 503 once the server is stopping."""
 
@@ -90,18 +105,12 @@ class Lifecycle:
             if self.draining:
                 await error_response(shutting_down(), scope)(scope, receive, send)
                 return
-            self.num_active += 1
-            self.num_begun += 1
-            self._idle.clear()
-            try:
-                await app(scope, receive, send)
-            except asyncio.CancelledError:
-                # The client reads too slowly to get its last event. A traceback would not help.
-                if not self.cut:
-                    raise
-            finally:
-                self.num_active -= 1
-                if not self.num_active:
-                    self._idle.set()
+            with self.in_flight():
+                try:
+                    await app(scope, receive, send)
+                except asyncio.CancelledError:
+                    # The client reads too slowly to get its last event. A traceback would not help.
+                    if not self.cut:
+                        raise
 
         return counted

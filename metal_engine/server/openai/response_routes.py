@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -72,7 +74,14 @@ def add_response_routes(
         log = background.log(response_id)
         after = -1 if starting_after is None else starting_after
         log.check(after)
-        return runner.stream(log.read(after), response_id)
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            with lifecycle.in_flight():  # a shutdown waits for the end of the response
+                async with aclosing(log.read(after)) as read:
+                    async for data in read:
+                        yield data
+
+        return runner.stream(events(), response_id)
 
     @app.delete("/v1/responses/{response_id}", tags=["responses"])
     async def delete_response(response_id: str) -> responses_protocol.DeletedResponse:

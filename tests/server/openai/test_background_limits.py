@@ -14,7 +14,7 @@ from metal_engine.settings.server_args import ServerArgs
 from tests.server.test_errors import check_error
 from tests.support.background import HTTP, LONG, SLOW, finished, wait_for_status
 from tests.support.calling import CONFIG
-from tests.support.serving import DEADLINE, MODEL, Served, serve
+from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
 
 
 def counts(served: Served) -> dict[str, int]:
@@ -105,12 +105,18 @@ def test_a_full_queue_rejects_it() -> None:
         served.wait_until_idle()
 
 
-def test_shutdown_cancels_what_no_client_reads() -> None:
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_shutdown_cancels_what_no_client_reads(method: str) -> None:
     with serve(config=CONFIG, step_time=SLOW) as served:
         client = served.client()
         unread = client.responses.create(**LONG)
         stream = client.responses.create(**{**LONG, "max_output_tokens": 100}, stream=True)
         begun: Any = next(stream)
+        if method == "GET":
+            created, stream = stream, client.responses.retrieve(begun.response.id, stream=True)
+            next(stream)
+            created.close()
+            wait_until(lambda: served.server._lifecycle.num_active <= 1, "the disconnect")
         served.runner.running.clear()  # the server ends when the stream ends
         served.server._shutdown_timeout = DEADLINE
         stopping = asyncio.run_coroutine_threadsafe(served.server.stop(), served.loop)
