@@ -15,6 +15,7 @@ from metal_engine.bench.datasets import BenchRequest, make_requests, random_text
 from metal_engine.bench.report import check_output, write_json
 from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.errors import ConfigError, PromptError
 from metal_engine.loading.build import build_engine
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
@@ -24,7 +25,7 @@ def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict
     """Run all requests concurrently. Print the throughput, write the requested file, and return the result.
 
     Raises:
-        ConfigError: the dataset or the file of the result cannot be used.
+        ConfigError: the dataset or the file of the result cannot be used, or a request does not fit into the engine.
         RuntimeError: a request failed.
     """
     check_output(args.save_result, "--save-result")
@@ -32,6 +33,7 @@ def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict
     requests = make_requests(args, engine_args.seed, lambda: load_prompt_tokenizer(name))
     engine = build_engine(engine_args)
     try:
+        _check(engine, requests)
         _run(engine, [BenchRequest("Warm up.", 4)], show=False)
         engine.core.scheduler.prefix_cache.forget()
         num_warm_up_steps = engine.core.num_steps
@@ -61,7 +63,7 @@ def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, 
     The prefix cache is cleared between runs.
 
     Raises:
-        ConfigError: the file of the result cannot be used.
+        ConfigError: the file of the result cannot be used, or a request does not fit into the engine.
         RuntimeError: a request failed.
     """
     check_output(args.save_result, "--save-result")
@@ -73,6 +75,7 @@ def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, 
     engine = build_engine(engine_args)
     seconds = []
     try:
+        _check(engine, prompts)
         for i in range(-args.num_iters_warmup, args.num_iters):
             run, _ = _run(engine, prompts, show=False)
             engine.core.scheduler.prefix_cache.forget()
@@ -148,6 +151,16 @@ def run_requests(
             if output.finished:
                 on_finished()
     return OfflineRun(time.perf_counter() - start, first_token, token_ids, cached)
+
+
+def _check(engine: BuiltEngine, requests: Sequence[BenchRequest]) -> None:
+    """Raise ConfigError if the model cannot generate, or if a request does not fit into its context or KV cache."""
+    preparer = engine.preparer
+    for request in requests:
+        try:
+            preparer.prepare(preparer.tokenizer.encode(request.prompt), SamplingParams(max_tokens=request.output_len))
+        except PromptError as error:
+            raise ConfigError(None, f"the engine cannot run a request of the benchmark: {error}") from error
 
 
 def _run(engine: BuiltEngine, requests: Sequence[BenchRequest], *, show: bool) -> tuple[OfflineRun, int]:

@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from metal_engine.bench.args import BenchLatencyArgs, BenchThroughputArgs
+from metal_engine.bench.offline import bench_latency, bench_throughput
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import EngineArgs
 from tests.support.checkpoint_files import write_checkpoint, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +45,16 @@ def test_throughput(tmp_path: Path) -> None:
     weights_mib = (model / "model.safetensors").stat().st_size / (1 << 20)
     assert result["peak_memory_mib"] > weights_mib > 20
     assert result["kv_cache_dtype"] == "float32"
+
+
+def test_requests_that_do_not_fit(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    write_tokenizer(model)
+    engine = EngineArgs(model=str(model), max_model_len=64, max_num_batched_tokens=64, num_gpu_blocks_override=8)
+    with pytest.raises(ConfigError, match="the maximum context length is 64"):
+        bench_throughput(engine, BenchThroughputArgs(num_prompts=2, input_len=60, output_len=5))
+    with pytest.raises(ConfigError, match="the maximum context length is 64"):
+        bench_latency(engine, BenchLatencyArgs(batch_size=2, input_len=64))
 
 
 def test_latency_and_quantized_kv(tmp_path: Path) -> None:
