@@ -122,6 +122,7 @@ def _tokens(served: ServedModel, body: TokenizeBody) -> tuple[list[int], list[Im
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", param="prompt")
     if body.prompt is not None:
+        served.parameters.check(body)
         try:
             return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens), []
         except ValueError as error:
@@ -152,6 +153,7 @@ def _answer(served: ServedModel, body: TokenizeBody, tokens: list[int]) -> bytes
 
 
 def _detokenized(served: ServedModel, body: DetokenizeBody) -> Text:
+    served.parameters.check(body)
     if len(body.tokens) > MAX_TEXTS:
         raise invalid(f" may have {MAX_TEXTS} entries", where="tokens")
     vocab_size = served.engine.config.model.vocab_size

@@ -102,6 +102,9 @@ def test_unknown_names_are_refused_when_strict(guarded: Served) -> None:
     check_error(chat(cotnent="b"), 400, "messages.cotnent", "unknown_parameter")
     check_error(chat(content=[part]), 400, "messages.content.cache_control", "unknown_parameter")
     check_error(post("/v1/embeddings", input="a", made_up=1), 400, "made_up", "unknown_parameter")
+    for path, tokens in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [65]})):
+        assert post(path, **tokens).status_code == 200
+        check_error(post(path, **tokens, made_up=1), 400, "made_up", "unknown_parameter")
     assert httpx.get(guarded.url + "/health").json()["unknown_parameters"] == {}
     known = {"user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "n": 1, "temprature": None}
     # Fields of an answer that a client sends back.
