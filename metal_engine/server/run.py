@@ -132,8 +132,9 @@ class Server(uvicorn.server.Server):
             for acceptor in acceptors:
                 acceptor.start(self.config.backlog)
         except OSError as error:
-            port = listening[0].getsockname()[1]
-            raise ConfigError("--port", f"cannot listen on --port {port}: {error.strerror}; choose another") from error
+            address = listening[0].getsockname()
+            flag, value = ("--uds", address) if isinstance(address, str) else ("--port", address[1])
+            raise ConfigError(flag, f"cannot listen on {flag} {value}: {error.strerror}; choose another") from error
         self.servers = cast(list[Any], acceptors)
         self.started = True
         self._spawn(self._watch_engine())

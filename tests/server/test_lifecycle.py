@@ -165,9 +165,11 @@ def test_the_death_of_the_engine_ends_the_process() -> None:
         assert log.count("the engine thread has died") == 1
 
 
-@pytest.mark.parametrize("part", ["prepare", "listen"])
-def test_an_error_at_the_start_ends_the_workers_and_the_engine(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only an error about the socket is an error about the port."""
+@pytest.mark.parametrize("part", ["prepare", "listen", "listen on a Unix socket"])
+def test_an_error_at_the_start_ends_the_workers_and_the_engine(
+    part: str, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only an error about the socket is an error about its address."""
     problem = OSError(errno.EADDRINUSE, "not available")
 
     async def prepare() -> None:
@@ -184,16 +186,18 @@ def test_an_error_at_the_start_ends_the_workers_and_the_engine(part: str, monkey
     engine = fake_engine(FakeRunner(config.cache.block_size), config)
     app = create_app(engine, ["x"])
     server = Server(app, app.state.models, prepare=prepare)
+    uds = str(short_folder / "socket") if "Unix" in part else None
     expected: tuple[type[Exception], str] = (OSError, "not available")
-    if part == "listen":
-        expected = ConfigError, r"cannot listen on --port \d+: not available"
+    if part != "prepare":
+        address = r"--port \d+" if uds is None else f"--uds {uds}"
+        expected = ConfigError, f"cannot listen on {address}: not available"
     has_ended: list[bool] = []
 
     def shut_down(timeout: float) -> bool:
         has_ended.append(engine.shutdown(timeout))
         return has_ended[-1]
 
-    with listen(ServerArgs(port=0)) as listener, pytest.raises(expected[0], match=expected[1]):
+    with listen(ServerArgs(port=0, uds=uds)) as listener, pytest.raises(expected[0], match=expected[1]):
         run._run(server, listener, shut_down)
     assert has_ended == [True]
     with pytest.raises(APIError, match="shutting down"):
