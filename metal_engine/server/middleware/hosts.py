@@ -60,7 +60,8 @@ def _refusal(hosts: list[str]) -> APIError:
 def _known_names(args: ServerArgs) -> frozenset[str]:
     given = {name.lower().rstrip(".") for name in (args.host, *args.allowed_hosts)}
     own = socket.gethostname().lower()
-    return frozenset({"localhost", own, f"{own.removesuffix('.local')}.local", *_OF_CONTAINERS, *given} - {""})
+    label = own.partition(".")[0]  # `own` may end with the domain of the network, as in mac.fritz.box
+    return frozenset({"localhost", own, label, f"{label}.local", *_OF_CONTAINERS, *given} - {""})
 
 
 def _is_allowed(host: str, known: frozenset[str]) -> bool:

@@ -16,7 +16,7 @@ from tests.support.serving import Served, serve
 OWN = socket.gethostname()
 KNOWN = [
     *("localhost", "localhost:8000", "LOCALHOST.", "127.0.0.1:8000", "127.9.9.9", "[::1]:8000", "[::1]", "::1"),
-    *("192.168.1.5:8000", "[fe80::1%25eth0]:8000", "app.localhost:3000", OWN, f"{OWN}:8000", f"{OWN}.local"),
+    *("192.168.1.5:8000", "[fe80::1%25eth0]:8000", "app.localhost:3000", OWN, f"{OWN}:8000"),
     *("host.docker.internal:8000", "host.containers.internal"),
 ]
 UNKNOWN = [
@@ -60,6 +60,14 @@ def test_host_is_allowed() -> None:
     known = hosts._known_names(args)
     assert hosts.checks_hosts(args)
     assert hosts._is_allowed("engine.example:8000", known) and not hosts._is_allowed("example", known)
+
+
+@pytest.mark.parametrize("own", ["mac", "Mac.local", "mac.fritz.box"])
+def test_names_of_this_machine(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: own)
+    known = hosts._known_names(ServerArgs())
+    assert all(hosts._is_allowed(host, known) for host in (own, "mac:8000", "mac.local:8000"))
+    assert not any(hosts._is_allowed(host, known) for host in ("fritz.box", "fritz", "mac.evil.example"))
 
 
 @pytest.mark.parametrize(
