@@ -159,12 +159,12 @@ async def stream_events(generation: Generation, endpoint: Endpoint[BodyT], body:
     try:
         async with aclosing(generation.outputs()) as batches:
             async for batch in batches:
-                data = b""
+                events: list[bytes] = []
                 usage = generation.usage if continuous_usage else None
                 for choice_output in batch:
-                    data += endpoint.chunk(generation, choice_output, choice_output[0] not in started, usage)
+                    events.append(endpoint.chunk(generation, choice_output, choice_output[0] not in started, usage))
                     started.add(choice_output[0])
-                if data:
+                if data := b"".join(events):
                     yield data
     except Exception as error:
         if not isinstance(error, APIError):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import threading
+from collections.abc import AsyncGenerator
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,6 +15,7 @@ import pytest
 from metal_engine.engine.async_engine import _UNMERGED, _Mailbox
 from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.server.generation import generation, logprobs, preparation
+from metal_engine.server.generation.response_runner import stream_events
 from metal_engine.server.json_parts import JSONParts
 from metal_engine.server.response_bodies import ChatLogprobs, PromptLogprobs
 from tests.support.serving import MODEL, Served
@@ -76,6 +78,9 @@ class _Counted(bytes):
     def partition(self, place: Any) -> Any:
         return tuple(map(self._count, super().partition(place)))
 
+    def __radd__(self, before: bytes) -> Any:
+        return self._count(before + bytes(self))
+
     def _count(self, part: bytes) -> bytes:
         _Counted.num_copied += len(part)
         return _Counted(part)
@@ -88,6 +93,21 @@ def test_a_response_with_many_parts_is_copied_once() -> None:
     answer.model_dump_json().encode.return_value = _Counted(json.dumps(places, separators=(",", ":")).encode())
     assert json.loads(parts.encode(answer)) == list(range(100))
     assert _Counted.num_copied < 2 * 100
+
+
+def test_events_of_many_choices_are_copied_once() -> None:
+    async def outputs() -> AsyncGenerator[list[tuple[int]], None]:
+        yield [(i,) for i in range(100)]
+
+    async def first_event() -> bytes:
+        return await anext(stream_events(Mock(outputs=outputs), endpoint, Mock()))
+
+    endpoint = Mock()
+    endpoint.begin.return_value = b""
+    endpoint.chunk.side_effect = lambda _generation, output, *_: _Counted(b"%d" % output[0])
+    _Counted.num_copied = 0
+    assert asyncio.run(first_event()) == b"".join(b"%d" % i for i in range(100))
+    assert _Counted.num_copied == 0
 
 
 def test_log_probabilities_of_one_answer_are_bounded(tiny: Served, monkeypatch: pytest.MonkeyPatch) -> None:
