@@ -88,7 +88,8 @@ def _bind_tcp(host: str, port: int, scheme: str) -> tuple[socket.socket, str]:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ConfigError("--host", f"{host}: no such address") from error
-    family, kind, protocol, _, address = found[0]
+    # A name may have addresses of both kinds. The first IPv4 address is bound, as in vLLM: more clients use it.
+    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -96,8 +97,9 @@ def _bind_tcp(host: str, port: int, scheme: str) -> tuple[socket.socket, str]:
     except OSError as error:
         bound.close()
         raise _bind_problem(error, host, port) from error
-    shown = f"[{host}]" if ":" in host else host
-    return bound, f"{scheme}://{shown}:{bound.getsockname()[1]}"
+    own_address, own_port = bound.getsockname()[:2]
+    shown = host or own_address
+    return bound, f"{scheme}://[{shown}]:{own_port}" if ":" in shown else f"{scheme}://{shown}:{own_port}"
 
 
 def _bind_problem(error: OSError, host: str, port: int) -> ConfigError:

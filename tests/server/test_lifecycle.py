@@ -221,6 +221,16 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+def test_a_name_with_addresses_of_both_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
+    both = [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", address) for family, address in found]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    for host, shown in (("localhost", "localhost"), ("", "127.0.0.1")):
+        with listen(ServerArgs(host=host, port=0)) as listener:
+            address, port = listener.socket.getsockname()
+            assert (address, listener.url) == ("127.0.0.1", f"http://{shown}:{port}")
+
+
 def test_a_socket_that_nobody_listens_on_makes_way_and_a_file_does_not(short_folder: Path) -> None:
     path = short_folder / "socket"
     with socket.socket(socket.AF_UNIX) as left:
