@@ -92,7 +92,8 @@ class Workers:
         except Cancelled as cancelled:  # dropped
             raise shutting_down() from cancelled
         except asyncio.CancelledError as cancelled:
-            if disconnected.is_set():  # dropped before it began
+            task = asyncio.current_task()
+            if disconnected.is_set() and not (task and task.cancelling()):  # dropped before it began
                 raise shutting_down() from cancelled
             disconnected.set()
             future.cancel()

@@ -122,5 +122,18 @@ def test_a_server_that_stops_does_not_wait_for_grammars(begun: bool, release: th
     run(work)
 
 
+def test_a_cancelled_task_stays_cancelled_if_its_work_is_dropped(release: threading.Event) -> None:
+    async def work(workers: Workers) -> None:
+        task = asyncio.create_task(workers.run(Weight.LIGHT, release.wait))
+        await asyncio.sleep(0)
+        workers.drop(Weight.LIGHT)
+        task.cancel()
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(work)
+
+
 def test_weights() -> None:
     assert Weight.of(HEAVY_BYTES) is Weight.HEAVY and Weight.of(HEAVY_BYTES - 1) is Weight.LIGHT
