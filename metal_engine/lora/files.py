@@ -38,6 +38,9 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "layer_replication": ([],),
     "trainable_token_indices": ([], {}),
     "target_parameters": ([],),
+    "alora_invocation_tokens": ([],),  # the adapter would start in the middle of a prompt
+    # Other initializations subtract the initial product from the model's weights.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
 _MAX_RANK = 4096
 # Maximum size in bytes of a configuration, and of the header of a file with weights. Both are parsed while the engine

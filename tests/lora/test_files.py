@@ -64,6 +64,9 @@ def test_mlx_lm(tmp_path: Path) -> None:
         ({"bias": "all"}, "bias 'all' is not supported"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out True is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern {'q_proj': 2} is not supported"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens [5, 6] is not supported"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights 'pissa_niter_16' is not supported"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights 'olora' is not supported"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
         ({"r": 0}, "r is 0, which is not a rank"),
         ({"r": True}, "r is True, which is not a rank"),
@@ -83,8 +86,10 @@ def test_a_configuration_that_is_not_supported(tmp_path: Path, config: dict[str,
     assert problem in str(raised.value) and str(tmp_path) in str(raised.value)
 
 
-def test_harmless_settings_are_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal"])
+def test_harmless_settings_are_taken(tmp_path: Path, init: bool | str) -> None:
     harmless = {"use_dora": False, "modules_to_save": None, "rank_pattern": {}, "lora_dropout": 0.1, "bias": "none"}
+    harmless |= {"init_lora_weights": init, "alora_invocation_tokens": None}
     assert open_adapter(write_peft(tmp_path, made(), **harmless), TARGETS).rank == RANK
 
 
