@@ -56,7 +56,7 @@ class Monitor(threading.Thread):
 
     def run(self) -> None:
         poll = select.poll()
-        poll.register(self._channel, 0)  # hang-ups and errors are always reported
+        poll.register(self._channel, select.POLLHUP)  # Linux always reports hang-ups, macOS only on request
         while not self.done.wait(_MONITOR_SECONDS):
             if self._growth.num_bytes > self._max_growth or poll.poll(0):
                 os._exit(1)
