@@ -416,4 +416,6 @@ class Speculation:
     def forget(self, request_id: str) -> None:
         """Drop the data of a request that has ended."""
         self._in_flight.discard(request_id)
+        if self._probe_request is not None and self._probe_request.request_id == request_id:
+            self._probe_request = None
         self._proposals.forget(request_id)

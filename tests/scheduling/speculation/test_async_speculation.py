@@ -208,6 +208,30 @@ def test_chunks_of_a_prompt_are_planned_ahead() -> None:
     harness.drain()
 
 
+def test_a_request_that_ends_before_its_probe_is_released() -> None:
+    """The request holds its images and its adapter's slot, even if no step follows."""
+    speculative = draft_model_config(2)
+    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 100}
+    harness = SchedulerHarness(
+        SchedulerConfig(**limits, speculative=speculative, async_scheduling=True),
+        CacheConfig(block_size=4, num_blocks=60, enable_prefix_caching=False),
+        depth=2,
+        drafts=2,
+        has_draft_model=True,
+    )
+    ahead = KnownAheadTimes(1e-6)
+    speculate(harness.scheduler, make_proposer(speculative), costs=FreeDrafts(), async_planning=ahead)
+    speculation = harness.scheduler.speculation
+    assert speculation is not None
+    harness.submit("a", make_prompt(0, 6), 40)
+    for _ in range(2):
+        harness.step()
+    assert speculation._probe_request is not None
+    harness.abort("a")
+    assert speculation._probe_request is None
+    harness.drain()
+
+
 def test_a_step_without_anything_to_do_changes_nothing() -> None:
     """The empty step is planned while the request's token is in flight.
 
