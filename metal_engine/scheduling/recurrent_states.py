@@ -64,7 +64,7 @@ class _Held:
     interval: int
     is_written: bool = False
     is_prompt_scheduled_whole: bool = False
-    stops: tuple[int, ...] = ()
+    stops: set[int] = field(default_factory=set)
     unpublished: list[tuple[int, int]] = field(default_factory=list)
     spaced: dict[int, bytes] = field(default_factory=dict)
     latest: bytes = b""
@@ -167,7 +167,7 @@ class RecurrentStates:
             assert self._connector is not None
             self._connector.load_state(request, slot)
             read, held.is_written, held.loaded_blocks = slot, True, num_blocks
-            held.stops = (*held.stops, num_cached)
+            held.stops.add(num_cached)
         return read, slot
 
     def _take(self) -> int:
@@ -175,14 +175,14 @@ class RecurrentStates:
         self._saves.pop(slot, None)
         return slot
 
-    def _stops(self, request: Request, num_shared: int) -> tuple[int, ...]:
+    def _stops(self, request: Request, num_shared: int) -> set[int]:
         if not self._keeps_checkpoints:
-            return ()
+            return set()
         # At least one token must be left to compute, also for a repeated request.
         ends = [min(request.num_lasting_tokens, request.num_tokens - 1), num_shared]
         if request.num_instruction_tokens >= MIN_INSTRUCTIONS:
             ends.append(min(request.num_instruction_tokens, request.num_tokens - 1))
-        return tuple({end - end % self._block_size for end in ends})
+        return {end - end % self._block_size for end in ends}
 
     def request_checkpoint(self, request: Request, position: int) -> None:
         """Request a state checkpoint at ``position``, because another request waits for the prefix that ends there.
@@ -191,7 +191,7 @@ class RecurrentStates:
         """
         held = self._held.get(request.request_id)
         if held is not None and self._keeps_checkpoints and not held.is_prompt_scheduled_whole:
-            held.stops = (*held.stops, position)
+            held.stops.add(position)
             held.spaced.pop(position, None)
 
     def writes_state_at(self, request: Request, position: int) -> bool:

@@ -132,7 +132,6 @@ class StateSlots:
             self._checkpoints.move_to_end(block_hash)
             return self._checkpoints[block_hash] == slot
         self._checkpoints[block_hash] = slot
-        self._was_hit.discard(block_hash)
         self._num_holders[slot] += 1
         return True
 
@@ -143,6 +142,7 @@ class StateSlots:
             unless_hit: True to keep the checkpoint if a request has resumed from it.
         """
         if block_hash in self._checkpoints and not (unless_hit and block_hash in self._was_hit):
+            self._was_hit.discard(block_hash)
             self._release(self._checkpoints.pop(block_hash))
 
     def drop_checkpoint_in(self, slot: int) -> None:
@@ -163,4 +163,5 @@ class StateSlots:
             holders[slot] += 1
         assert len(set(held)) == len(held) == self._num_taken, f"two requests hold one slot: {held}"
         assert holders == self._num_holders
+        assert self._was_hit <= self._checkpoints.keys()
         assert sorted(self._free) == [slot for slot in range(1, self.num_slots + 1) if not holders[slot]]
