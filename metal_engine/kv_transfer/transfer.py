@@ -32,6 +32,7 @@ _BYTES_PER_CALL = 8 << 20
 # number of such loads: together they take the GIL from the engine at most _POLLS_PER_SECOND times per second.
 _POLL_SECONDS = 0.01
 _POLLS_PER_SECOND = 400
+_PAUSED = "the KV store failed recently and is not queried"
 
 
 @dataclass(eq=False)
@@ -140,8 +141,8 @@ class KVTransfer:
         """Start to load blocks in order, up to the first missing block, and then a state. Does not block.
 
         The load is shortened to the blocks that fit into the host memory for loads. While other loads occupy that
-        memory, the load waits in a queue. While the store pauses after a failure, nothing is loaded: the returned
-        ticket is done, and has an error.
+        memory, the load waits in a queue. While the store pauses after a failure, no load starts: the returned ticket
+        is done, and has an error. Earlier loads without arrived blocks end with the same error.
 
         Args:
             request_id: id of the request.
@@ -161,7 +162,7 @@ class KVTransfer:
         if not self._pause.is_over:
             self.stats.add(loads_skipped=1)
             ticket.num_reserved_bytes = 0
-            ticket.error = "the KV store failed recently and is not queried"
+            ticket.error = _PAUSED
             ticket.has_answered = ticket.is_done = True
             return ticket
         self.stats.add(loads_started=1)
@@ -276,7 +277,11 @@ class KVTransfer:
             error: str | None = None
             is_complete = True
             try:
-                is_complete = self._load_some(ticket)
+                # A load that has received blocks continues: one failed read of another load must not end it.
+                if ticket.blocks or self._pause.is_over:
+                    is_complete = self._load_some(ticket)
+                else:
+                    error = _PAUSED
             except CorruptBlockError as failure:
                 error = str(failure)  # the store itself works
             except StoreError as failure:
@@ -318,8 +323,10 @@ class KVTransfer:
         if ticket.is_cancelled:
             return True
         wanted = ticket.hashes[len(ticket.blocks) :][: self._blocks_per_call]
-        found = self._store.get(wanted) if wanted else []
-        self._pause.succeeded()
+        found: list[bytes] = []
+        if wanted:
+            found = self._store.get(wanted)
+            self._pause.succeeded()
         for block_hash, stored in zip(wanted, found, strict=False):
             ticket.blocks[block_hash] = self._decoded(self.layout, block_hash, stored)
         if found:
@@ -345,11 +352,14 @@ class KVTransfer:
         """
         if self.state_layout is None or ticket.state is not None:
             return True
-        hashes = [*ticket.prefix, *ticket.hashes[: len(ticket.blocks)]]
+        # Earlier states would not end the load of a follower.
+        first = max(0, ticket.min_state_blocks - 1) if ticket.follow else 0
+        hashes = [*ticket.prefix, *ticket.hashes[: len(ticket.blocks)]][first:]
         keys = [state_key(block_hash) for block_hash in hashes]
         present = self._store.contains(keys)
+        self._pause.succeeded()
         last = max((i for i, is_present in enumerate(present) if is_present), default=-1)
-        if ticket.follow and last + 1 < ticket.min_state_blocks:
+        if last < 0 and ticket.follow and ticket.min_state_blocks:
             return False
         if last >= 0:
             for stored in self._store.get([keys[last]]):

@@ -19,11 +19,11 @@ from safetensors.numpy import load_file
 
 from metal_engine.errors import ConfigError
 from metal_engine.kv_transfer import transfer as transfer_module
-from metal_engine.kv_transfer.layout import BlockLayout, CorruptBlockError, KVPart
+from metal_engine.kv_transfer.layout import BlockLayout, CorruptBlockError, KVPart, state_key
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores import disk
-from metal_engine.kv_transfer.stores.base import KVStore, StoreError
+from metal_engine.kv_transfer.stores.base import KVStore, StoreError, StorePause
 from metal_engine.kv_transfer.stores.disk import DiskStore
 from metal_engine.kv_transfer.stores.store_folder import MARKER
 from metal_engine.kv_transfer.transfer import KVTransfer, LoadTicket
@@ -425,6 +425,27 @@ def test_a_shortened_load_does_not_wait_for_a_state_after_its_blocks(
     assert ticket.state is not None and ticket.state[0] == hashes(1)[0]
 
 
+def test_a_follower_looks_only_for_states_that_it_can_use(
+    make_transfer: Callable[..., KVTransfer], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load polls the store often while it waits for a state. Each poll must be cheap, even for a long prompt."""
+    looks: list[Sequence[bytes]] = []
+    contains = store.contains
+    transfer = make_transfer(state_layout=LAYOUT)
+    store.put(stored(*range(20)))
+    transfer.save_states(hashes(5), block(5)[1][None])
+    assert transfer.flush(DEADLINE)
+    monkeypatch.setattr(store, "contains", lambda keys: looks.append(keys) or contains(keys))
+    ticket = transfer.start_load(
+        "r", hashes(*range(10, 20)), follow=True, prefix=hashes(*range(10)), min_state_blocks=19
+    )
+    wait_until(lambda: len(looks) > 2, "polls")
+    assert not ticket.is_done and {len(keys) for keys in looks} == {2}
+    store.put([(state_key(hashes(18)[0]), LAYOUT.encode(state_key(hashes(18)[0]), block(18)[1]))])
+    wait_until(lambda: ticket.is_done, "the load")
+    assert ticket.state is not None and ticket.state[0] == hashes(18)[0]
+
+
 def test_a_corrupt_block_ends_the_load_and_is_removed(transfer: KVTransfer, store: MemoryStore) -> None:
     store.put(stored(1, 2, 3))
     store.blocks[block(2)[0]] = store.blocks[block(2)[0]][:-1] + b"\xff"
@@ -528,6 +549,44 @@ def test_a_success_makes_the_next_rest_as_short_as_the_first(
         assert len(load(transfer, 1).blocks) == 1 and transfer.grant_saves(1) == 1
         save(transfer, 5)
         assert transfer.flush(DEADLINE)
+
+
+def test_failures_during_a_rest_do_not_make_the_next_rest_longer(clock: Clock) -> None:
+    """One outage, seen by several threads."""
+    pause = StorePause(clock)
+    for seconds in (1, 2, 4):
+        for _ in range(4):
+            pause.failed()
+        clock.now += seconds - 0.5
+        assert not pause.is_over
+        clock.now += 0.5
+        assert pause.is_over
+
+
+def test_loads_that_wait_in_the_queue_end_when_the_store_fails(
+    make_transfer: Callable[..., KVTransfer], store: MemoryStore, clock: Clock
+) -> None:
+    transfer = make_transfer(clock, io_threads=1)
+    store.open.clear()
+    tickets = [transfer.start_load(f"r{i}", hashes(i), follow=False) for i in range(5)]
+    store.error = StoreError("gone")
+    store.open.set()
+    wait_until(lambda: all(ticket.is_done for ticket in tickets), "the loads")
+    assert store.num_calls == 1 and all(ticket.error for ticket in tickets)
+
+
+def test_rests_grow_for_loads_of_a_state_alone(
+    make_transfer: Callable[..., KVTransfer], store: MemoryStore, clock: Clock
+) -> None:
+    transfer = make_transfer(clock, state_layout=LAYOUT)
+    store.error = StoreError("gone")
+    for seconds in (1, 2, 4):
+        ticket = transfer.start_load("r", [], follow=False, prefix=hashes(1))
+        wait_until(lambda ticket=ticket: ticket.is_done, "the load")  # type: ignore[misc]
+        assert ticket.error == "gone"
+        clock.now += seconds - 0.5
+        assert transfer.start_load("r2", hashes(1), follow=False).is_done
+        clock.now += 0.5
 
 
 def test_a_full_queue_grants_no_saves(transfer: KVTransfer, store: MemoryStore) -> None:

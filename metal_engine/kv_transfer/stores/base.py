@@ -41,8 +41,9 @@ class KVStore(Protocol):
 class StorePause:
     """Pause in the use of a store after a failure.
 
-    The first pause lasts 1 s. Each failure doubles the next pause, up to 30 s, until the store works again. Several
-    threads may use the object without a lock: a race changes only the length of a pause.
+    The first pause lasts 1 s. Each failure doubles the next pause, up to 30 s, until the store works again. Failures
+    during a pause do not count. Several threads may use the object without a lock: a race changes only the length of a
+    pause.
 
     Args:
         clock: returns seconds.
@@ -61,5 +62,7 @@ class StorePause:
         self._next_pause = _FIRST_PAUSE_SECONDS
 
     def failed(self) -> None:
+        if not self.is_over:
+            return
         self._until = self._clock() + self._next_pause
         self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE_SECONDS)
