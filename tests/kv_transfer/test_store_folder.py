@@ -106,7 +106,7 @@ def test_what_a_user_puts_into_a_store_stays(tmp_path: Path) -> None:
     assert not any(store.contains(hashes(1, *range(100, 130))))
 
 
-@pytest.mark.parametrize("lock", [".evicting", "lost+found", None])
+@pytest.mark.parametrize("lock", [".evicting", "lost+found", ".Spotlight-V100", ".fseventsd", ".Trashes", None])
 def test_an_earlier_versions_store_is_taken_over(
     tmp_path: Path, lock: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:

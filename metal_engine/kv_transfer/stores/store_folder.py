@@ -26,8 +26,21 @@ logger = logging.getLogger(__name__)
 
 MARKER = "metal-engine-kv-store"
 _MARKER_TEXT = b"metal-engine KV store, version 1\n"
-# Names that may exist in a store without a marker: the lock of an earlier version, and entries made by the system.
-_HARMLESS = frozenset({".evicting", "lost+found", ".DS_Store", ".snapshot"})
+# Names that may exist in a store without a marker: the lock of an earlier version, and entries made by the system. The
+# root of a volume on macOS has several.
+_HARMLESS = frozenset(
+    {
+        ".evicting",
+        "lost+found",
+        ".snapshot",
+        ".DS_Store",
+        ".Spotlight-V100",
+        ".fseventsd",
+        ".Trashes",
+        ".TemporaryItems",
+        ".DocumentRevisions-V100",
+    }
+)
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _DIGITS = re.compile(r"[0-9a-f]{2}")
 _BLOCK = re.compile(r"[0-9a-f]{64}\.safetensors")
