@@ -133,9 +133,10 @@ def test_a_server_that_does_not_answer_is_refused_without_its_password() -> None
     assert "secret" not in str(error.value)
 
 
-def test_a_url_that_is_none_is_refused() -> None:
+@pytest.mark.parametrize("url", ["localhost:6379", "redis://localhost:1/0?foo=1", "redis://localhost:1/0?db=one"])
+def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(StoreError, match="url"):
-        ValkeyStore("localhost:6379", FINGERPRINT)
+        ValkeyStore(url, FINGERPRINT)
 
 
 def test_a_missing_client_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

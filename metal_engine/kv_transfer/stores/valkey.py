@@ -58,10 +58,10 @@ class ValkeyStore:
             self._client: Any = valkey.Valkey.from_url(
                 url, socket_timeout=socket_timeout, socket_connect_timeout=socket_timeout
             )
-        except ValueError as error:
+            with self._refusing("the server does not respond"):
+                self._client.ping()
+        except (ValueError, TypeError) as error:  # TypeError: the URL has an unknown option
             raise StoreError(f"the url of the KV store is not valid: {error}") from error
-        with self._refusing("the server does not respond"):
-            self._client.ping()
 
     def contains(self, hashes: Sequence[bytes]) -> list[bool]:
         with self._refusing("cannot look for blocks"), self._client.pipeline(transaction=False) as pipeline:
