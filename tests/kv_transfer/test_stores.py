@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -24,6 +25,7 @@ from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_conf
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores import disk
 from metal_engine.kv_transfer.stores.base import KVStore, StoreError, StorePause
+from metal_engine.kv_transfer.stores.choice import open_store
 from metal_engine.kv_transfer.stores.disk import DiskStore
 from metal_engine.kv_transfer.stores.store_folder import MARKER
 from metal_engine.kv_transfer.transfer import KVTransfer, LoadTicket
@@ -163,6 +165,46 @@ def test_old_temporary_files_are_swept_up(tmp_path: Path) -> None:
     os.utime(old, (1, 1))
     DiskStore(tmp_path, FINGERPRINT)
     assert not old.exists() and new.exists(), "the new one may be somebody's who is writing"
+
+
+@pytest.mark.parametrize("reason", [errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EIO])
+def test_eviction_without_locks_on_a_share_that_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(disk.fcntl, "flock", refuse)
+    size = len(stored(0)[0][1])
+    if reason == errno.EIO:
+        with pytest.raises(StoreError, match="cannot measure"):
+            DiskStore(tmp_path, FINGERPRINT)
+        return
+    DiskStore(tmp_path, FINGERPRINT, max_size=10 * size).put(stored(*range(20)))
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 9
+
+
+def test_a_block_that_cannot_be_removed_does_not_stop_eviction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(stored(0)[0][1])
+    store = DiskStore(tmp_path, FINGERPRINT, max_size=10 * size)
+    stuck, remove = {store.place(hashes(0)[0]).name}, store._folder.remove
+
+    def refuse(names: tuple[str, ...]) -> None:
+        if names[-1] in stuck:
+            raise PermissionError(1, "Operation not permitted")
+        remove(names)
+
+    monkeypatch.setattr(store._folder, "remove", refuse)
+    store.put(stored(0))
+    os.utime(store.place(hashes(0)[0]), (0, 0))
+    for seed in range(1, 30):
+        store.put(stored(seed))
+    assert store.contains(hashes(0)) == [True] and len(list(tmp_path.rglob("*.safetensors"))) <= 10
+    stuck |= {store.place(block_hash).name for block_hash in hashes(*range(100))}
+    with pytest.raises(StoreError, match="Operation not permitted"):
+        for seed in range(30, 60):
+            store.put(stored(seed))
+    assert len(list(tmp_path.rglob("*.safetensors"))) <= 12
 
 
 def test_a_directory_that_is_removed_comes_back(tmp_path: Path) -> None:
@@ -655,6 +697,18 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
     started = time.monotonic()
     transfer.close()
     assert time.monotonic() - started < DEADLINE
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+def test_a_block_that_never_fits_into_the_queue_is_refused_at_the_start(tmp_path: Path, role: str) -> None:
+    config = KVTransferConfig(
+        kv_connector="disk", kv_role=role, options={"path": str(tmp_path)}, max_save_bytes=LAYOUT.nbytes - 1
+    )
+    if config.saves:
+        with pytest.raises(ConfigError, match="more than the max_save_bytes of"):
+            open_store(config, LAYOUT)
+    else:
+        open_store(config, LAYOUT)
 
 
 # --- settings -----------------------------------------------------------------------------------------------

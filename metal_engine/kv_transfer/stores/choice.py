@@ -45,6 +45,8 @@ def open_store(config: KVTransferConfig, layout: BlockLayout) -> KVStore:
         raise ConfigError(config.flag, f"{config.flag}: {error}") from error
     except StoreError as error:
         raise ConfigError(None, f"KV transfer: {error}") from error
+    if config.saves and config.max_save_bytes < limit:
+        limit, key = config.max_save_bytes, "max_save_bytes"
     if limit < layout.max_stored_bytes:
         raise ConfigError(
             None,

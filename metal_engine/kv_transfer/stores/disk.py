@@ -9,6 +9,7 @@ the files, and which files in the directory belong to the store.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -31,6 +32,8 @@ _EVICT_TO = 0.9
 # The directory is measured again when this fraction of max_size has been written since the last measurement. Each
 # process counts only its own writes, so n processes may exceed max_size by n times this fraction.
 _MEASURE_EVERY = 0.05
+# Errors of file systems without locks, such as some network shares. Several processes may then evict at the same time.
+_NO_LOCKS = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
 
 
 class DiskStore:
@@ -139,14 +142,19 @@ class DiskStore:
     def _measure_and_evict(self) -> None:
         """Measure the directory. If it exceeds ``max_size``, remove the least recently used blocks.
 
-        Does nothing while another process measures. Also removes old temporary files. Raises StoreError.
+        Does nothing while another process measures. Also removes old temporary files. Raises StoreError if the store
+        cannot be measured, or stays larger than ``max_size``.
         """
         self._unmeasured = 0
         try:
             with self._folder.opened() as folder:
                 lock = os.open(MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    if error.errno not in _NO_LOCKS:
+                        raise
                 self._evict()
             finally:
                 os.close(lock)
@@ -165,13 +173,19 @@ class DiskStore:
                 blocks.append((file.mtime_ns, file.size, file.names))
                 total += file.size
             elif file.mtime_ns < sweep_before * 1e9:
-                self._folder.remove(file.names)
+                with contextlib.suppress(OSError):
+                    self._folder.remove(file.names)
         if total <= self.max_size:
             return
-        before = total
+        before, failure = total, None
         for _, size, names in sorted(blocks):
             if total <= self.max_size * _EVICT_TO:
                 break
-            self._folder.remove(names)
-            total -= size
+            try:
+                self._folder.remove(names)
+                total -= size
+            except OSError as error:  # other blocks can be evicted instead
+                failure = error
+        if failure is not None and total > self.max_size:
+            raise failure
         logger.info("KV store %s: evicted %d of %d MB", self.root, (before - total) >> 20, before >> 20)
