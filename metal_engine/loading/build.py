@@ -185,28 +185,37 @@ def _assemble(inputs: _Inputs, choice: BackendChoice, loaded: LoadedModel, check
     scheduler_side, runner_side = None, None
     if inputs.transfer is not None:
         config, scheduler_side, runner_side = _connect_kv(inputs.transfer, config, loaded, opened, drafts)
-    runner = ModelRunner(
-        paged,
-        opened.attention.backend,
-        config.scheduler,
-        config.cache,
-        runner_side,
-        drafts.drafter(config),
-        broadcast=ranks.broadcast,
-    )
-    if runner.replay is not None:
-        check_replay(paged, opened.attention.backend, runner.replay, config.scheduler, config.cache)
-    if config.scheduler.async_scheduling:
-        config = replace(config, dispatch=choose_dispatch(runner, config))
-    ranks.run_as_follower(runner)
     try:
-        tokenizer = Tokenizer(
-            loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
+        runner = ModelRunner(
+            paged,
+            opened.attention.backend,
+            config.scheduler,
+            config.cache,
+            runner_side,
+            drafts.drafter(config),
+            broadcast=ranks.broadcast,
         )
-    except RecursionError as error:
-        raise ModelLoadError(f"the control tokens of {loaded.name} are too long or too many to search for") from error
-    core = EngineCore(config, ranks.lead(runner) or runner, scheduler_side)
-    return BuiltEngine(core, RequestPreparer(config, tokenizer), adapters, loaded.tokenizer_path)
+        if runner.replay is not None:
+            check_replay(paged, opened.attention.backend, runner.replay, config.scheduler, config.cache)
+        if config.scheduler.async_scheduling:
+            config = replace(config, dispatch=choose_dispatch(runner, config))
+        ranks.run_as_follower(runner)
+        try:
+            tokenizer = Tokenizer(
+                loaded.tokenizer,
+                loaded.eos_token_ids,
+                allow_special_tokens_in_content=args.allow_special_tokens_in_content,
+            )
+        except RecursionError as error:
+            raise ModelLoadError(
+                f"the control tokens of {loaded.name} are too long or too many to search for"
+            ) from error
+        core = EngineCore(config, ranks.lead(runner) or runner, scheduler_side)
+        return BuiltEngine(core, RequestPreparer(config, tokenizer), adapters, loaded.tokenizer_path)
+    except BaseException:
+        if runner_side is not None:
+            runner_side.close()
+        raise
 
 
 def _connect_kv(

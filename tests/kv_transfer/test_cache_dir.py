@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
-from metal_engine.errors import ConfigError
+from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.llm import LLM
+from metal_engine.loading import build
 from metal_engine.loading.build import build_engine
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from tests.support.checkpoint_files import write_checkpoint
+from tests.support.serving import wait_until
 from tools.fixtures.architectures import configuration
 
 PROMPTS = [[*range(100)], [*range(50), *range(10)], [7, 8, 9]]
@@ -57,6 +60,19 @@ def test_settings_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> N
         LLM(model, kv_cache_dir=str(tmp_path / "file"), **SMALL)
     with pytest.raises(ConfigError, match="max_size"):
         LLM(model, kv_cache_dir=str(tmp_path / "kv"), kv_cache_dir_size=1000, **SMALL)
+
+
+def test_an_engine_that_cannot_be_built_closes_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(build, "Tokenizer", fail)
+    before = set(threading.enumerate())
+    with pytest.raises(ModelLoadError, match="control tokens"):
+        LLM(str(write_checkpoint(tmp_path / "model")), kv_cache_dir=str(tmp_path / "kv"), **SMALL)
+    wait_until(
+        lambda: not any(t.name.startswith("kv-") for t in {*threading.enumerate()} - before), "its threads to end"
+    )
 
 
 def test_a_model_without_kv_is_refused_by_the_flag_that_was_given(tmp_path: Path) -> None:
