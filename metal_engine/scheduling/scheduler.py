@@ -139,12 +139,14 @@ class Scheduler:
         partial = self._schedule_decodes(plan, budget)
         chunk_limits = self._max_chunk_tokens, self._plan_whole_prompt
         prefills = PrefillAllocator(budget, partial, self.config, self.blocks.block_size, *chunk_limits)
-        pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
+        # After a preemption, admitting a request would preempt again. If the blocks of a request do not fit, a second
+        # lookup of its cached prefix in this step would be wasted.
+        pool_is_full = self.num_preemptions > num_preemptions
         if not pool_is_full and prefills.should_admit_first(self._last_admission):
-            self._fill_slots(plan, prefills, at_most=1)
+            pool_is_full = not self._fill_slots(plan, prefills, at_most=1)
         prefills.add_running()
         if not pool_is_full:
-            self._fill_slots(plan, prefills)
+            pool_is_full = not self._fill_slots(plan, prefills)
         prefills.spread()
         if not pool_is_full:
             self._use_up(plan, prefills)
@@ -195,10 +197,11 @@ class Scheduler:
                 self._add_to_plan(plan, request, num_rows)
         return [request for request in prefills if request.status is RequestStatus.RUNNING]
 
-    def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillAllocator, at_most: int | None = None) -> None:
+    def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillAllocator, at_most: int | None = None) -> bool:
         """Admit up to ``at_most`` waiting requests to free prefill slots. None: no limit.
 
-        Stops at the first request whose minimum allotment or whose blocks do not fit.
+        Stops at the first request whose minimum allotment or whose blocks do not fit. Returns False if its blocks do
+        not fit.
         """
         num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
         for _ in range(num_free if at_most is None else min(at_most, num_free)):
@@ -206,8 +209,9 @@ class Scheduler:
             if candidate is None or not prefills.fits_minimum(candidate.request, *candidate.extent):
                 break
             if not self._admit(plan, candidate):
-                break
+                return False
             prefills.take(candidate.request)
+        return True
 
     def _use_up(self, plan: SchedulerOutput, prefills: PrefillAllocator) -> None:
         """Admit more requests within the remaining budget. Stops at the first request that does not fit.

@@ -111,6 +111,22 @@ def test_two_requests_that_each_fill_the_pool_take_turns_without_livelock() -> N
     assert harness.scheduler.num_preemptions <= 6
 
 
+def test_a_request_without_room_is_looked_up_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding the cached prefix of a long prompt takes milliseconds."""
+    harness = make_harness(budget=16, num_blocks=10, caching=True)
+    harness.submit("a", make_prompt(0, 24), 8)
+    harness.step()
+    harness.submit("b", make_prompt(1, 24), 2)
+    prefix_cache = harness.scheduler.prefix_cache
+    find, looks = prefix_cache.find, []
+    monkeypatch.setattr(prefix_cache, "find", lambda *args: looks.append(args) or find(*args))
+    for num_steps in (1, 2, 3):
+        harness.step()
+        assert len(looks) == num_steps
+    assert "b" not in harness.scheduler.running
+    harness.drain()
+
+
 def test_admission_leaves_a_reserve_beside_running_requests_but_not_for_the_first() -> None:
     harness = make_harness(block_size=1, num_blocks=200, budget=400)
     harness.submit("a", make_prompt(0, 100), 5)
