@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import sys
 
 VARIABLES = ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
@@ -20,7 +21,10 @@ _SETTINGS = {
 
 
 def _has_own_settings() -> bool:
-    return platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in VARIABLES)
+    is_glibc = (
+        sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
+    )  # elsewhere, it would read the whole Python
+    return not is_glibc or any(name in os.environ for name in VARIABLES)
 
 
 def keep_freed_memory() -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 import ssl
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -92,6 +93,8 @@ def _bind_tcp(host: str, port: int, scheme: str) -> tuple[socket.socket, str]:
     family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     bound = socket.socket(family, kind, protocol)
     try:
+        if sys.platform == "darwin" and port and _is_listening(family, address):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
@@ -100,6 +103,16 @@ def _bind_tcp(host: str, port: int, scheme: str) -> tuple[socket.socket, str]:
     own_address, own_port = bound.getsockname()[:2]
     shown = host or own_address
     return bound, f"{scheme}://[{shown}]:{own_port}" if ":" in shown else f"{scheme}://{shown}:{own_port}"
+
+
+def _is_listening(family: int, address: Any) -> bool:
+    """Return True if a program listens on a port of this machine.
+
+    On macOS, SO_REUSEADDR allows two programs to listen on a port if one of them listens on all addresses.
+    """
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(address) == 0
 
 
 def _bind_problem(error: OSError, host: str, port: int) -> ConfigError:

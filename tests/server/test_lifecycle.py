@@ -231,6 +231,22 @@ def test_a_name_with_addresses_of_both_kinds(monkeypatch: pytest.MonkeyPatch) ->
             assert (address, listener.url) == ("127.0.0.1", f"http://{shown}:{port}")
 
 
+def test_a_port_in_use_is_noticed_where_two_programs_could_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On macOS, SO_REUSEADDR allows that for different addresses, as SO_REUSEPORT does on Linux."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(socket, "SO_REUSEADDR", socket.SO_REUSEPORT)
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other:
+        port = other.getsockname()[1]
+        for host in ("127.0.0.1", "0.0.0.0"):
+            with (
+                pytest.raises(ConfigError, match="is in use"),
+                listen(ServerArgs(host=host, port=port, api_key=("k",))),
+            ):
+                pass
+    with listen(ServerArgs(port=port)):
+        pass
+
+
 def test_a_socket_that_nobody_listens_on_makes_way_and_a_file_does_not(short_folder: Path) -> None:
     path = short_folder / "socket"
     with socket.socket(socket.AF_UNIX) as left:
