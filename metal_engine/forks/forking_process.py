@@ -123,12 +123,15 @@ class ForkingProcess:
         return ours
 
     def _hand_over(self, control: socket.socket, theirs: socket.socket) -> bool:
-        """Send the fork's end of a socket pair to the forking process. Return False if the process has ended."""
+        """Send the fork's end of a socket pair to the forking process. Return False if the process has ended.
+
+        Wait until the process has received the socket. If the sender closed it earlier, macOS could close it for both.
+        """
         try:
             socket.send_fds(control, [b"f"], [theirs.fileno()])
         except OSError:
             return False
-        return True
+        return _fill(memoryview(bytearray(1)), control, time.monotonic() + _WAIT_SECONDS, is_shared=True)
 
     def _start(self) -> None:
         self.close()

@@ -29,6 +29,7 @@ def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
             return
+        control.sendall(message)  # the parent may close the socket
         with socket.socket(fileno=descriptors[0]) as channel:
             try:
                 is_fork = os.fork() == 0

@@ -33,8 +33,10 @@ def test_a_failed_fork_for_a_peer_that_has_gone_does_not_end_the_process() -> No
         gone, channel = socket.socketpair()
         gone.close()
         socket.send_fds(control, [b"f"], [channel.fileno()])
+        assert control.recv(1) == b"f", "it has received the socket"
         ours, channel = socket.socketpair()
         socket.send_fds(control, [b"f"], [channel.fileno()])
+        assert control.recv(1) == b"f"
         channel.close()
         assert receive(ours) == b"cannot be served, because no process can be started: no more processes"
         ours.close()
