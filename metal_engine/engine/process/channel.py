@@ -5,8 +5,10 @@ A frame is the length of the message (4 bytes, little-endian) and the message.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
+import sys
 import threading
 from contextlib import suppress
 
@@ -19,6 +21,8 @@ MAX_MESSAGE_BYTES = 1 << 30
 _MAX_UNSENT_BYTES = 1 << 26
 _BUFFER_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 20
+# Minimum room in the buffer of a socket that macOS reports as writable (MCLBYTES).
+_WRITABLE_BYTES = 2048
 
 
 class Channel:
@@ -46,6 +50,8 @@ class Channel:
             limit = struct.pack("ll", int(seconds), int(rest * 1e6))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._reader = sock.makefile("rb", buffering=_BUFFER_BYTES)
+        self._writable = select.poll()
+        self._writable.register(sock, select.POLLOUT)
         self._unsent = bytearray()
         self._is_closed = False
         self._changed = threading.Condition()
@@ -68,17 +74,23 @@ class Channel:
                 self._changed.wait_for(lambda: len(self._unsent) < _MAX_UNSENT_BYTES or self._is_closed)
             if self._is_closed:
                 return
-            num_sent = 0
-            if not self._unsent:
-                try:
-                    num_sent = self._sock.send(frame, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    pass
-                except OSError:  # the peer has closed the socket
-                    return
+            try:
+                num_sent = 0 if self._unsent else self._send_now(frame)
+            except OSError:  # the peer has closed the socket
+                return
             if num_sent < len(frame):
                 self._unsent += frame[num_sent:]
                 self._changed.notify_all()
+
+    def _send_now(self, frame: bytes) -> int:
+        """Send a part of a frame without blocking. Return its size in bytes. Raises OSError if the socket is closed."""
+        # macOS ignores MSG_DONTWAIT here, so that a frame without room would block.
+        if sys.platform == "darwin" and (len(frame) > _WRITABLE_BYTES or not self._writable.poll(0)):
+            return 0
+        try:
+            return self._sock.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
 
     def receive(self) -> bytes:
         """Wait for a message and return it.
