@@ -142,7 +142,8 @@ def _prompt(encoder: MlxVlmEncoder, vocab_size: int, seed: int) -> _Prompt:
 
     model = encoder.model
     sample = encoder.sample(_ROWS, _COLUMNS)
-    control = {value for name, value in vars(model.config).items() if name.endswith(("_token_id", "_token_index"))}
+    values = (value for name, value in vars(model.config).items() if name.endswith(("_token_id", "_token_index")))
+    control = {token for value in values for token in (value if isinstance(value, list) else [value])}
     text = [token for token in range(vocab_size) if token not in control]
     before, after = np.split(np.random.default_rng(seed).choice(text, _NUM_BEFORE + _NUM_AFTER), [_NUM_BEFORE])
     start = getattr(model.config, "vision_start_token_id", None)
