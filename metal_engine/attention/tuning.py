@@ -87,30 +87,34 @@ class Tuner:
     ) -> dict[str, TunedChoice]:
         """Return name -> choice for each kind of layer, with the names of :func:`name_of`. Add new choices to the file.
 
-        Measures only kinds that the file lacks. If no time is left, the choice of the remaining kinds is the default.
+        Measures only kinds that the file lacks. A kind that cannot be measured in the remaining time gets the default,
+        and is measured at a later start.
 
         Args:
             metal: backend of the kernel.
             kinds: kinds of layers that the kernel computes, the most important first. The kinds that the file lacks
                 share the remaining time equally.
             block_size: tokens of a block.
-            may_use_mlx: True if MLX's operations may be chosen.
+            may_use_mlx: True if MLX's operations may be chosen. If False, a kind for which the file has MLX's
+                operations gets the default.
         """
+        names = {kind: name_of(kind, block_size) for kind in kinds}
         kept = self.file.read()
-        choices = {name: kept[name] for kind in kinds if (name := name_of(kind, block_size)) in kept}
-        missing = [kind for kind in kinds if name_of(kind, block_size) not in choices]
-        if not missing:
-            return choices
-        logger.info("measuring how attention is computed fastest here (%.0f s at most)", self._left)
+        missing = [kind for kind in names if names[kind] not in kept]
         measured = {}
-        for index, kind in enumerate(missing):
-            seconds = self._left / (len(missing) - index)
-            of_kind = _OfKind(metal, kind, block_size, self._clock, seconds)
-            choice = of_kind.choose(may_use_mlx=may_use_mlx)
-            self._left -= of_kind.spent
-            measured[name_of(kind, block_size)] = choice
-        mx.clear_cache()
-        return choices | self.file.add(measured)
+        if missing and self._left > 0:
+            logger.info("measuring how attention is computed fastest here (%.0f s at most)", self._left)
+            for index, kind in enumerate(missing):
+                seconds = self._left / (len(missing) - index)
+                of_kind = _OfKind(metal, kind, block_size, self._clock, seconds)
+                choice = of_kind.choose(may_use_mlx=may_use_mlx)
+                self._left -= of_kind.spent
+                if choice is not None:
+                    measured[names[kind]] = choice
+            mx.clear_cache()
+            kept |= self.file.add(measured)
+        usable = {name: choice for name, choice in kept.items() if may_use_mlx or choice.cut is not None}
+        return {name: usable.get(name, TunedChoice()) for name in names.values()}
 
 
 class _OutOfTimeError(RuntimeError):
@@ -144,11 +148,11 @@ class _OfKind:
         self._began = 0.0  # start time of the current candidate
         self._longest = 0.0  # seconds of the slowest candidate
 
-    def choose(self, *, may_use_mlx: bool) -> TunedChoice:
-        """Return the best choice found within the time limit. Return the default if it cannot be measured."""
+    def choose(self, *, may_use_mlx: bool) -> TunedChoice | None:
+        """Return the best choice found within the time limit. Return None if the default cannot be measured."""
         speedup = 1.0
         if self._timed("the default", self._prepare) is None:
-            return TunedChoice()
+            return None
         mlx = self._timed("MLX's operations", self._compare, PortableBackend(), 1.0) if may_use_mlx else None
         for cut in self._candidates():
             if self.spent + self._longest > self._most_seconds:

@@ -161,8 +161,9 @@ def test_a_gpu_that_warms_up_changes_nothing(on: Any, tmp_path: Path) -> None:
 def test_mlx_s_operations_must_take_less_than_half(mlx: float, wins: bool, on: Any, tmp_path: Path) -> None:
     (choice,) = choose(on(same, mlx), tmp_path)
     assert choice == (TunedChoice(None, pytest.approx(2.5)) if wins else TunedChoice())
-    (strict,) = choose(on(same, mlx), tmp_path / "strict", may_use_mlx=False)
-    assert strict == TunedChoice()
+    for folder in ("strict", ""):  # without and with the choice of the start above
+        (strict,) = choose(on(same, mlx), tmp_path / folder, may_use_mlx=False)
+        assert strict == TunedChoice()
 
 
 # --- candidates that fail ---
@@ -258,8 +259,11 @@ def test_models_of_a_start_share_the_time(on: Any, tmp_path: Path) -> None:
     for kind in (KIND, OTHER):
         tuner.choose(gpu.backend(), [kind], BLOCK_SIZE, may_use_mlx=False)
     first = gpu.now
-    tuner.choose(gpu.backend(), [replace(KIND, has_softcap=True)], BLOCK_SIZE, may_use_mlx=False)
+    left_out = replace(KIND, has_softcap=True)
+    chosen = tuner.choose(gpu.backend(), [left_out], BLOCK_SIZE, may_use_mlx=False)
     assert gpu.now - first <= 1  # a first run
+    # The next start measures it.
+    assert chosen == {name_of(left_out, BLOCK_SIZE): TunedChoice()} and not chosen.keys() & tuner.file.read().keys()
 
 
 # --- the file ---
