@@ -239,11 +239,14 @@ def plan_selection(rows: StepRows, num_keys: int, dims: Dims, limits: Limits | N
         RowSegment(i, int(rows.cu_seqlens_q[i]), int(rows.query_lens[i]), 0, int(rows.seq_lens[i]))
         for i in np.flatnonzero(is_selecting).tolist()
     ]
-    small = [s for s in segments if s.num_rows == 1 or s.num_rows * s.num_keys <= limits.small_area]
+    small: list[RowSegment] = []
+    large: list[RowSegment] = []
+    for s in segments:
+        (small if s.num_rows == 1 or s.num_rows * s.num_keys <= limits.small_area else large).append(s)
     groups = group_segments(small, dims, limits)
     planned = [
         *(_group(rows, group) for group in groups),
-        *(tile for s in segments if s not in small for tile in _tiles(rows, s, num_keys, limits)),
+        *(tile for s in large for tile in _tiles(rows, s, num_keys, limits)),
     ]
     full_step, full_rows = None, np.flatnonzero(~is_selecting[rows.request_of_row])
     if len(full_rows):

@@ -11,7 +11,7 @@ import pytest
 
 from metal_engine.attention.indexed import IndexQueries, SelectionSize, plan_selection
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.attention.portable.groups import CPU_LIMITS, Limits
+from metal_engine.attention.portable.groups import CPU_LIMITS, Dims, Limits, RowSegment
 from metal_engine.attention.portable.indexed import largest, select_keys
 from metal_engine.kv_cache.spec import IndexSpec
 from metal_engine.kv_cache.state import IndexState, StateSnapshot
@@ -162,6 +162,14 @@ def test_memory_does_not_grow_with_the_context() -> None:
         mx.eval(step.attend(packed.q, packed.state, scale=1.0, selection=selection))
         peaks.append(mx.get_peak_memory() - held)
     assert max(peaks) < 4 * (6 * CPU_LIMITS.scores + 4 * CPU_LIMITS.span)
+
+
+def test_planning_compares_no_pairs_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1,024 decodes, comparisons of all pairs would take longer than the step."""
+    monkeypatch.setattr(RowSegment, "__eq__", lambda *_: pytest.fail("two segments are compared"))
+    rows = make_step([(1, 20 + i) for i in range(50)], **LATENTS).rows
+    plan = plan_selection(rows, TOP_K, Dims(2, 1, 8), LIMITS["small"])
+    assert plan is not None and sum(len(tile.requests) for tile in plan.tiles) == 50
 
 
 def test_layers_share_one_plan_of_the_other_rows() -> None:
