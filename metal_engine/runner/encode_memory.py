@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.device.streams import synchronize
-from metal_engine.errors import ConfigError
+from metal_engine.errors import ConfigError, one_line
 from metal_engine.models.paged_model import PagedModel
 
 # Largest image that is encoded on a CPU, where it takes seconds. The memory of larger images is extrapolated.
@@ -46,7 +46,7 @@ def measure_encode_bytes(model: PagedModel, num_tokens: int) -> int:
         raise ConfigError(
             "--max-num-encoder-tokens",
             f"an image of {sample.num_features} tokens cannot be encoded on this device; lower "
-            f"--max-num-encoder-tokens ({str(error).splitlines()[0]})",
+            f"--max-num-encoder-tokens ({one_line(error)})",
         ) from error
     finally:
         mx.clear_cache()

@@ -10,7 +10,7 @@ import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend
 from metal_engine.device.streams import synchronize
-from metal_engine.errors import ConfigError
+from metal_engine.errors import ConfigError, one_line
 from metal_engine.kv_cache.rows import StepRows, step_rows
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.models.draft_head import PagedDraftHead
@@ -94,7 +94,7 @@ def measure_step_bytes(
         raise ConfigError(
             "--max-num-batched-tokens",
             f"a step of {num_tokens} tokens does not run on this device; lower --max-num-batched-tokens "
-            f"({str(error).splitlines()[0]})",
+            f"({one_line(error)})",
         ) from error
     finally:
         model.pool.release()

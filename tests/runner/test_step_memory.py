@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from metal_engine.models.draft_head import PagedDraftHead
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import Request
 from metal_engine.runner import step_memory
+from metal_engine.runner.encode_memory import measure_encode_bytes
 from metal_engine.runner.head_drafter import HeadDrafter
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.step_memory import measure_step_bytes
@@ -28,6 +30,7 @@ from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, SchedulerCon
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.draft_heads import random_head
 from tests.support.speculation import head_config
+from tests.support.vision import tiny_vision
 from tools.fixtures.tiny_models import tiny_model
 
 NUM_TOKENS, NUM_SEQS = 512, 8
@@ -164,16 +167,23 @@ def test_all_ranks_run_as_many_steps(mine: int, theirs: int, num_runs: int, monk
     assert (len(runs), taken) == (num_runs, theirs)
 
 
-def test_a_step_that_does_not_fit_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    paged = PagedModel(tiny_model())
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RuntimeError("[malloc] Unable to allocate 5 bytes.\nmore"), "[malloc] Unable"), (MemoryError(), "MemoryError")],
+)
+def test_what_does_not_fit_names_the_flag(error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = tiny_vision("qwen3_vl")
 
     def fail(*_: object, **__: object) -> mx.array:
-        raise RuntimeError("[malloc] Unable to allocate 5 bytes.\nmore")
+        raise error
 
     monkeypatch.setattr(PagedModel, "forward", fail)
-    with pytest.raises(ConfigError, match=r"lower --max-num-batched-tokens \(\[malloc\] Unable to allocate 5 bytes"):
-        measure_step_bytes(paged, PortableBackend(), 4, None, 16, 2)
-    assert not paged.pool.is_allocated
+    monkeypatch.setattr(vision.encoder, "encode", fail)
+    with pytest.raises(ConfigError, match=rf"lower --max-num-batched-tokens \({re.escape(reason)}"):
+        measure_step_bytes(vision.paged, PortableBackend(), 4, None, 16, 2)
+    with pytest.raises(ConfigError, match=rf"lower --max-num-encoder-tokens \({re.escape(reason)}"):
+        measure_encode_bytes(vision.paged, 64)
+    assert not vision.paged.pool.is_allocated
 
 
 def test_an_engine_knows_what_it_takes(tmp_path: Path) -> None:
