@@ -65,6 +65,8 @@ def choose_dispatch(runner: ModelRunner, config: EngineConfig) -> str:
     blocks_of_one = -(-num_steps // cache.block_size)
     num_rows = min(_MAX_ROWS, scheduler.max_num_seqs, cache.num_blocks // blocks_of_one)
     array_bytes = pool.smallest_array_bytes
+    if not array_bytes:
+        return f"{SEQUENTIAL}: without a KV cache, the trial cannot detect copies"
     if pool.is_recurrent:
         # A queued step adds its states to the peak memory, which must not be mistaken for a copy of the KV cache.
         num_rows = min(num_rows, array_bytes // (_STATES_SHARE * pool.bytes_per_request))

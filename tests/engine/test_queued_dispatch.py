@@ -189,10 +189,11 @@ RANKS = (RankInfo(host="a", weight_bytes=1, peak_bytes=1, num_layers=2),) * 2
     [
         ({"device": replace(METAL, kind="cpu")}, {}, "a CPU gains nothing"),
         ({"ranks": RANKS}, {}, "several ranks share the model"),
-        ({}, {"architecture": "mamba", "num_state_slots": 60}, "recurrent states are too large"),
+        ({}, {"architecture": "mamba", "num_state_slots": 60}, "without a KV cache"),
+        ({}, ATTENTION_AND_RECURRENT["recurrent"] | {"num_blocks": 8}, "recurrent states are too large"),
         ({}, {"max_model_len": 1}, "a request fits only one step"),
     ],
-    ids=["cpu", "ranks", "recurrent", "one token"],
+    ids=["cpu", "ranks", "no KV", "recurrent", "one token"],
 )
 def test_where_no_step_goes_behind_another(
     given: dict[str, Any], model: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
