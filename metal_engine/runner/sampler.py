@@ -152,9 +152,11 @@ def _mass_limit_of_few(below: mx.array, limit: mx.array, top_p: np.ndarray, top_
     last = mx.exp(-limit)
     num_last = (below == limit).sum(axis=-1, keepdims=True)
     weights = mx.where(nearest <= limit, mx.exp(-nearest), 0)
-    total = mx.where(nearest < limit, weights, 0).sum(axis=-1, keepdims=True) + last * num_last
     # A token is kept if the tokens before it have less probability than top_p: at least one token is kept.
     before = mx.cumsum(weights, axis=-1) - weights
+    # A sum over all of `nearest` would have another rounding if other rows have a larger top_k.
+    num_below = (nearest < limit).sum(axis=-1, keepdims=True)
+    total = mx.take_along_axis(before, num_below, axis=-1) + last * num_last
     wanted = mx.array(top_p)[:, None] * total
     kept = ((before < wanted) & (nearest <= limit)).sum(axis=-1, keepdims=True)
     return mx.take_along_axis(nearest, mx.maximum(kept - 1, 0), axis=-1)

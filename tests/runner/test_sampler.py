@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -180,6 +181,32 @@ def test_support(
         assert left.tolist() == (probs > 0).tolist()
     tokens = draw(logits, params, 64)
     assert ((probs > 0) | near)[tokens].all()
+
+
+def test_rounding_does_not_depend_on_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens before a limit have exactly the wanted probability, so that rounding decides.
+
+    Sums have an order that depends on the length of a row, as on a GPU.
+    """
+    own_sum = mx.array.sum
+
+    def sum_in_halves(array: mx.array, **options: Any) -> mx.array:
+        while array.dtype == mx.float32 and (size := array.shape[-1]) > 1:
+            padded = mx.pad(array, [(0, 0), (0, size % 2)])
+            array = padded[:, : padded.shape[-1] // 2] + padded[:, padded.shape[-1] // 2 :]
+        return own_sum(array, **options)
+
+    monkeypatch.setattr(mx.array, "sum", sum_in_halves)
+    logits = np.random.default_rng(0).normal(0, 2, (200, 64)).astype(np.float32)
+    below = np.sort(logits.max(axis=-1, keepdims=True) - logits, axis=-1)
+    weights = np.exp(-below[:, :20])
+    top_p = weights.cumsum(axis=-1)[np.arange(200), np.arange(200) % 19] / weights.sum(axis=-1)
+    kept = []
+    for other in (1, 60):  # top_k of a second request
+        k, p = np.array([20] * 200 + [other]), np.append(top_p, 0.5).astype(np.float32)
+        rows = mx.array(np.vstack([logits, logits[:1]]))
+        kept.append(np.array(sampler._restrict(rows, k, p, np.zeros(201, np.float32)))[:200] > -np.inf)
+    assert np.array_equal(*kept)
 
 
 def test_ties_with_the_last_token_kept_are_kept() -> None:
