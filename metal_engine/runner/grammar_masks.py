@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 import mlx.core as mx
 import numpy as np
 
+from metal_engine.device.info import computes_on_cpu
 from metal_engine.token_rules import Grammar
 
 
@@ -88,7 +89,7 @@ def without(mask: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 
 def apply_masks(logits: mx.array, masks: np.ndarray) -> mx.array:
     """Exclude the tokens whose bits are not set: [G, V] float32, masks [G, W] int32 -> [G, V] float32."""
-    if mx.metal.is_available():
+    if not computes_on_cpu():
         from llguidance.mlx import apply_token_bitmask
 
         return apply_token_bitmask(logits, masks)

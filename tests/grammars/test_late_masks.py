@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from metal_engine.grammars import grammar_client as compiled_module
 from metal_engine.grammars.grammar_client import CompiledGrammar, GrammarMatcher
 from metal_engine.grammars.messages import MASK, MASK_ALONE, pack_masks
 from metal_engine.runner import step_sampling
+from metal_engine.runner.grammar_masks import apply_masks
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.sweeps import diagonal
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
@@ -42,6 +44,11 @@ def test_a_mask_that_is_late_comes_later(grammar: tuple[CompiledGrammar, socket.
     process.sendall(framed(pack_masks(MASK, [np.full(NUM_WORDS, 7, np.int32).tobytes()])))
     assert matcher.fill_mask(mask, math.inf) and (mask == 7).all()
     assert len(process.recv(1 << 16)) < 50  # only one request was sent
+
+
+def test_masks_apply_on_a_cpu_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert apply_masks(mx.zeros((1, 3)), np.array([[5]], np.int32)).tolist() == [[0.0, -math.inf, 0.0]]
 
 
 @pytest.mark.parametrize("num_more_words", [0, 1])
