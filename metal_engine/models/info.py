@@ -129,16 +129,18 @@ def _num_layers(paged: PagedModel) -> int:
 def _layer_width(model_type: str, text_config: dict[str, Any], paged: PagedModel) -> int:
     """Return the largest number of values per token that a layer computes at once, to estimate a step's memory.
 
-    This is the number of outputs of the widest matrix, without matrices with one output per vocabulary token. The
-    outputs of stacked experts are multiplied by the number of active experts, or of all experts if it is unknown. If
-    layers compute an array of the recurrent states of all tokens (Jamba), the result is at least the size of a state.
+    This is the number of outputs of the widest matrix, without convolutions and matrices with one output per vocabulary
+    token. The outputs of stacked experts are multiplied by the number of active experts, or of all experts if it is
+    unknown. If layers compute an array of the recurrent states of all tokens (Jamba), the result is at least the size
+    of a state.
     """
     num_experts = text_config.get("num_experts_per_tok") or text_config.get("top_k_experts") or 1 << 30
+    convolutions = {name for name, module in paged.model.named_modules() if isinstance(module, nn.Conv1d)}
     widths = [0]
     for name, array in cast(list[tuple[str, mx.array]], tree_flatten(paged.model.parameters())):
         if model_type in _STATES_OF_ALL_TOKENS and name.endswith(".A_log"):
             widths.append(array.size)
-        elif array.ndim > 1 and array.shape[0] != paged.vocab_size:
+        elif array.ndim > 1 and array.shape[0] != paged.vocab_size and name.rpartition(".")[0] not in convolutions:
             widths.append(array.shape[-2] * (min(array.shape[0], num_experts) if array.ndim == 3 else 1))
     return max(widths)
 

@@ -44,6 +44,19 @@ def test_kv_of_a_token(model_type: str) -> None:
     assert (info.vocab_size, info.num_layers) == (paged.vocab_size, num_layers)
 
 
+def test_convolutions_are_not_experts() -> None:
+    """The configuration has a projection to 200 elements, and a convolution of 4 tokens with 128 channels."""
+    config = configuration("mamba2") | {
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 32,
+        "n_groups": 1,
+        "conv_kernel": 4,
+    }
+    info = expected_model_info("x", CheckpointRequirements(config, 1, 1, "float32"))
+    assert info is not None and info.layer_width == 2 * 64 + 2 * 32 + 4
+
+
 def test_a_section_of_the_text_model_may_be_null() -> None:
     requirements = facts("llama")
     requirements.config["text_config"] = None
