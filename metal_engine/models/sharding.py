@@ -129,6 +129,10 @@ def _heads(recorder: Recorder) -> str:
         return "a recurrent state"
     if isinstance(recorder.spec, LatentSpec):
         return f"{recorder.num_heads} heads over shared latents"
+    if isinstance(recorder.spec, IndexSpec):
+        return "an index"
+    if recorder.spec is None:
+        return "a KV cache that it never uses"
     assert isinstance(recorder.spec, KVSpec)
     spec = recorder.spec
     return f"{recorder.num_heads} heads and {spec.num_kv_heads} KV heads of {spec.head_dim}"

@@ -16,10 +16,13 @@ import pytest
 from mlx_lm.utils import _get_classes
 
 from metal_engine.errors import UnsupportedModelError
+from metal_engine.kv_cache.spec import IndexSpec, StateSpec
 from metal_engine.llm import LLM
+from metal_engine.models import sharding
+from metal_engine.models.layer_cache import RecordingCache
 from metal_engine.models.mlx_lm_patch import recorded
 from metal_engine.models.recurrent.recording import RecordingState
-from metal_engine.models.sharding import divide_layers
+from metal_engine.models.sharding import divide_heads, divide_layers
 from metal_engine.sampling_params import SamplingParams
 from tests.distributed.test_equal_outputs import check_equal
 from tests.support.checkpoint_files import write_checkpoint
@@ -91,6 +94,31 @@ def test_each_rank_of_a_pipeline_needs_recurrent_layers() -> None:
     share_of(3, 4, 4)
     with pytest.raises(UnsupportedModelError, match="rank 2 of 4 machines would have none of its recurrent layers"):
         share_of(2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("specs", "problem"),
+    [
+        ((None, None), "a KV cache that it never uses"),
+        ((IndexSpec(8, mx.float32), IndexSpec(4, mx.float32)), "an index"),
+    ],
+)
+def test_layers_that_do_not_divide_are_described(
+    specs: tuple[StateSpec | None, ...], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two specs are a layer's state before and after mlx-lm's ``shard``."""
+    model, left = nn.Module(), list(specs)
+    monkeypatch.setattr(nn.Module, "shard", lambda *_: None, raising=False)
+
+    def one_recorder(_: nn.Module) -> list[RecordingCache]:
+        cache = RecordingCache()
+        cache.spec = left.pop(0)
+        return [cache]
+
+    monkeypatch.setattr(sharding, "recorded", one_recorder)
+    group: Any = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(UnsupportedModelError, match=f"its layer 0 has {problem}, which 2 machines cannot share"):
+        divide_heads(model, group)
 
 
 PROMPTS = ["The capital of France is", "Once upon a time there was a fox who lived", "1, 2, 3, 4,"]
