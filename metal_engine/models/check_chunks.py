@@ -23,7 +23,7 @@ def small_chunks(paged: PagedModel) -> Iterator[None]:
     Also reduces the ``floor_scale`` of modules. Does nothing if no cache has chunks.
 
     Raises:
-        UnsupportedModelError: the modules have other chunk sizes than the caches.
+        UnsupportedModelError: the modules have other chunk sizes than the caches, or there are several chunk sizes.
     """
     caches = [cache for cache in paged.layer_caches if isinstance(cache, ChunkedLayerCache)]
     if not caches:
@@ -36,7 +36,7 @@ def small_chunks(paged: PagedModel) -> Iterator[None]:
         if hasattr(module, name)
     ]
     own = {cache.chunk for cache in caches}
-    if own != {size for _, name, size in sizes if name == _CHUNK_SIZE}:
+    if len(own) > 1 or own != {size for _, name, size in sizes if name == _CHUNK_SIZE}:
         raise UnsupportedModelError(f"its chunks of the context ({sorted(own)} tokens) cannot be shortened for a check")
     (chunk,) = own
     try:

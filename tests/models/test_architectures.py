@@ -308,6 +308,15 @@ def test_the_check_notices_a_wrong_chunk_of_8192(monkeypatch: pytest.MonkeyPatch
         check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 
 
+def test_layers_with_several_sizes_of_chunks_are_refused() -> None:
+    paged = PagedModel(random_model(configuration("llama4")))
+    first = next(cache for cache in paged.layer_caches if isinstance(cache, ChunkedLayerCache))
+    first.chunk = 4
+    paged.model.language_model.model.layers[0].attention_chunk_size = 4
+    with pytest.raises(UnsupportedModelError, match=r"\(\[4, 9\] tokens\) cannot be shortened"):
+        check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
+
+
 def test_the_table_covers_what_differs() -> None:
     """The comparison is only meaningful if windows are crossed, and if some layers have sinks and latents."""
     opened = {t: PagedModel(random_model(configuration(t))) for t in ("gpt_oss", "gemma3_text", "deepseek_v3")}
