@@ -148,6 +148,8 @@ def _check_logits(
         # All ranks try again, or no rank: a rank that continued alone would wait for the others forever.
         if not max_over_ranks("logits that are off", int(is_off)):
             return gap
+    if not is_off:
+        raise UnsupportedModelError("its logits through the paged cache are off from mlx-lm's own on another rank")
     if not selection.is_same:
         raise UnsupportedModelError("its index selects other keys through the paged cache than in mlx-lm's own pass")
     raise UnsupportedModelError(
