@@ -30,7 +30,8 @@ class MlxVlmEncoder:
         dtype: type of the text model's embeddings.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: mlx-vlm cannot create the model of this configuration.
+        ValueError, TypeError, KeyError, AttributeError: mlx-vlm cannot create the model of this configuration, or the
+            configuration has no image token.
 
     Attributes:
         model: model of mlx-vlm, with its language model until :meth:`take_language_model`. Its weights are random until
@@ -130,5 +131,9 @@ def _create(module: str, config: Mapping[str, Any]) -> Any:
 
 
 def _image_token_id(config: Any) -> int:
+    """Return the token that stands for a feature. Raises ValueError if the configuration has none."""
     names = ("image_token_index", "image_token_id", "media_placeholder_token_id")
-    return int(next(value for name in names if (value := getattr(config, name, None)) is not None))
+    for name in names:
+        if (value := getattr(config, name, None)) is not None:
+            return int(value)
+    raise ValueError(f"config.json has none of {', '.join(names)}")

@@ -104,6 +104,13 @@ def test_a_forward_that_fails_later(monkeypatch: pytest.MonkeyPatch) -> None:
         check_images(paged, encoder, language_model)
 
 
+@pytest.mark.parametrize("name", ["mistral3", "pixtral"])
+def test_a_configuration_without_an_image_token(name: str) -> None:
+    config = {field: value for field, value in CONFIGS[name].items() if not field.startswith("image_token")}
+    with pytest.raises(ValueError, match=r"config\.json has none of image_token_index, image_token_id"):
+        MlxVlmEncoder(config, 64, mx.float32)
+
+
 def test_axes_that_do_not_fit() -> None:
     paged, encoder, _ = parts(QWEN3_VL)
     encoder.axes = Axes((4, 4, 4), interleaved=True)
