@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, Cut
+from metal_engine.device.info import macos_version
 from metal_engine.device.metal_kernels import kernel_text
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def describe_machine(num_cores: int | None) -> dict[str, str]:
     gpu = mx.device_info(mx.gpu)
     return {
         "gpu": f"{gpu.get('device_name')}, {gpu.get('architecture')}, {num_cores} cores",
-        "macos": platform.mac_ver()[0],
+        "macos": macos_version(),
         "mlx": metadata.version("mlx"),
         "kernels": _kernels_version(),
     }

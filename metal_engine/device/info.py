@@ -72,6 +72,22 @@ def gpu_core_count() -> int | None:
         return None
 
 
+def macos_version() -> str:
+    """Return the version of macOS, such as ``26.2``; empty on other systems.
+
+    A Python that was built for an older macOS gets 16 instead of 26 from macOS. ``sysctl`` then returns the version.
+    """
+    version = platform.mac_ver()[0]
+    if version.split(".")[0] != "16":
+        return version
+    command = ["/usr/sbin/sysctl", "-n", "kern.osproductversion"]
+    try:
+        return subprocess.run(command, capture_output=True, check=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("the version of macOS is unknown (%s: %s)", type(error).__name__, error)
+        return version
+
+
 def has_tensor_ops() -> bool:
     """Return True if the GPU and macOS support Metal's tensor operations on matrix units, False if that is unknown.
 
@@ -84,7 +100,7 @@ def has_tensor_ops() -> bool:
         return False
     # "applegpu_g17s"
     gpu = re.search(r"g(\d+)([a-z])$", str(mx.device_info(mx.gpu).get("architecture", "")))
-    macos = re.match(r"(\d+)\.(\d+)", platform.mac_ver()[0])
+    macos = re.match(r"(\d+)\.(\d+)", macos_version())
     if gpu is None or macos is None:
         return False
     return int(gpu[1]) >= (18 if gpu[2] == "p" else 17) and (int(macos[1]), int(macos[2])) >= (26, 2)

@@ -75,7 +75,9 @@ def examine(report: Callable[[Finding], None], models: Sequence[str] | None = No
 
 
 def _versions() -> Iterator[Finding]:
-    system = f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.platform()
+    from metal_engine.device.info import macos_version
+
+    system = f"macOS {macos_version()}" if sys.platform == "darwin" else platform.platform()
     yield Finding("system", f"{system}, {platform.machine()}, {os.cpu_count()} CPUs")
     yield Finding("python", f"{platform.python_version()} ({platform.python_implementation()})")
     yield Finding("metal-engine", __version__)

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from metal_engine.device.blas.load import BlasInfo
-from metal_engine.device.info import device_info, gpu_core_count, has_tensor_ops
+from metal_engine.device.info import device_info, gpu_core_count, has_tensor_ops, macos_version
 from metal_engine.device.memory import available_memory_bytes, limit_device_memory
 from metal_engine.settings.config import MARGIN_BYTES
 from tools.fixtures.fake_engine import fake_config
@@ -186,6 +186,15 @@ def test_tensor_operations(architecture: str | None, macos: str, has: bool, monk
     monkeypatch.setattr(mx, "device_info", lambda _: {} if architecture is None else {"architecture": architecture})
     monkeypatch.setattr("platform.mac_ver", lambda: (macos, ("", "", ""), "arm64"))
     assert has_tensor_ops() == has
+
+
+@pytest.mark.parametrize(("reported", "version"), [("26.2", "26.2"), ("16.0", "26.3"), ("", "")])
+def test_the_version_of_macos(reported: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS 26 tells a Python that was built for an older macOS that its version is 16."""
+    monkeypatch.setattr("platform.mac_ver", lambda: (reported, ("", "", ""), "arm64"))
+    sysctl = subprocess.CompletedProcess([], 0, stdout="26.3\n")
+    monkeypatch.setattr("subprocess.run", lambda command, **_: sysctl)
+    assert macos_version() == version
 
 
 def test_no_more_is_wired_and_kept_than_the_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
