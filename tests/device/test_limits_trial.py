@@ -63,6 +63,19 @@ def test_one_killed_start_is_forgotten_after_a_start_that_finishes() -> None:
     assert refusal(LIMITS) is None
 
 
+def test_starts_at_the_same_time_count_once(limits: Path) -> None:
+    """Ranks and models start together. A running start does not count as unfinished."""
+    with trying_limits():
+        killed()
+        with trying_limits():
+            pass
+        assert list(limits.rglob("*.json"))
+        assert refusal(LIMITS) is None
+    killed()
+    with trying_limits():
+        assert refusal(LIMITS) is None
+
+
 @pytest.mark.parametrize(("message", "counts"), [(WATCHDOG, True), ("[malloc] Unable to allocate", False)])
 def test_only_errors_of_long_command_buffers_count(message: str, counts: bool) -> None:
     for _ in range(MOST_UNFINISHED):
