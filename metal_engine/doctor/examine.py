@@ -10,7 +10,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -66,7 +66,7 @@ def examine(report: Callable[[Finding], None], models: Sequence[str] | None = No
         try:
             for finding in check():
                 healthy &= finding.status != FAILED
-                report(finding)
+                report(replace(finding, text=_without_home(finding.text)))
         except Exception as error:  # noqa: BLE001 (this command must report every kind of failure)
             healthy = False
             text = _without_home(one_line(error, limit=600))
@@ -122,7 +122,7 @@ def _kernels() -> Iterator[Finding]:
     keep_kernels_private()
     if sys.platform == "linux":
         try:
-            yield Finding("compiled kernels", _without_home(use_private_kernel_folder()), OK)
+            yield Finding("compiled kernels", str(use_private_kernel_folder()), OK)
         except NotPrivateError as error:
             yield Finding("compiled kernels", f"none: {error}", WARNING)
 
@@ -133,17 +133,17 @@ def _folders() -> Iterator[Finding]:
     folder = cache_dir()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     writable = os.access(existing, os.W_OK)
-    yield Finding("cache", _without_home(folder), OK if writable else FAILED)
+    yield Finding("cache", str(folder), OK if writable else FAILED)
     for variable in sorted(os.environ):
         if variable.startswith("METAL_ENGINE_") or variable in ("HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT"):
             secret = "KEY" in variable or "TOKEN" in variable
-            yield Finding(variable, "(set)" if secret else _without_home(Path(os.environ[variable])))
+            yield Finding(variable, "(set)" if secret else os.environ[variable])
     yield Finding("HF_TOKEN", "set" if os.environ.get("HF_TOKEN") else "not set")
 
 
-def _without_home(text: object) -> str:
-    """Format a path, or a text with paths, without the user's home folder, so that it can be published."""
-    return str(text).replace(str(Path.home()), "~")
+def _without_home(text: str) -> str:
+    """Return a text without the user's home folder, so that it can be published."""
+    return text.replace(str(Path.home()), "~")
 
 
 def _tiny_model() -> Iterator[Finding]:

@@ -38,7 +38,10 @@ def to_json(results: Sequence[SectionResult]) -> dict[str, Any]:
         figures = [
             {**asdict(figure), "value": _finite(figure.value), "verdict": figure.verdict} for figure in result.figures
         ]
-        sections.append({**asdict(result), "facts": dict(result.facts), "figures": figures})
+        facts: dict[str, str] = {}
+        for label, text in result.facts:  # several facts may have the same label, such as one for each type of KV
+            facts[label] = f"{facts[label]}; {text}" if label in facts else text
+        sections.append({**asdict(result), "facts": facts, "figures": figures})
     return {"format": _FORMAT, "verdicts": dict(count_verdicts(results)), "sections": sections}
 
 

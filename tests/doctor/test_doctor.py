@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from metal_engine.device.blas.load import BlasInfo
+from metal_engine.device.private_folder import NotPrivateError
 from metal_engine.doctor import examine as doctor
 from metal_engine.doctor import tiny
 from metal_engine.doctor.examine import FAILED, OK, Finding, examine
@@ -45,6 +47,21 @@ def test_a_broken_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     healthy, found = findings()
     assert not healthy and found["cache"].status == FAILED
+
+
+def test_no_finding_names_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise NotPrivateError(f"{tmp_path}/kernels is writable for others")
+
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr("metal_engine.device.kernel_folder.use_private_kernel_folder", fail)
+    monkeypatch.setattr(doctor.sys, "platform", "linux")
+    blas = BlasInfo(name="x", optimized=False, problem=f"{tmp_path}/lib is missing")
+    monkeypatch.setattr("metal_engine.device.blas.load.load_optimized_blas", lambda: blas)
+    _, found = findings()
+    assert found["compiled kernels"].text == "none: ~/kernels is writable for others"
+    assert found["blas problem"].text == "~/lib is missing"
+    assert not any(str(tmp_path) in finding.text for finding in found.values())
 
 
 def test_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_the_low_power_mode() -> None:
 
 
 RESULTS = [
-    SectionResult("Machine", facts=[("chip", "Apple M9 | Max")], seconds=2.0),
+    SectionResult("Machine", facts=[("chip", "Apple M9 | Max"), ("KV", "int8"), ("KV", "int4")], seconds=2.0),
     SectionResult(
         "Chats",
         "demo",
@@ -189,6 +189,7 @@ def test_the_report_as_json_has_every_figure(tmp_path: Path) -> None:
     write_report(RESULTS, tmp_path)
     found = json.loads((tmp_path / "mac-report.json").read_text())
     assert found == json.loads(json.dumps(to_json(RESULTS)))
+    assert found["sections"][0]["facts"] == {"chip": "Apple M9 | Max", "KV": "int8; int4"}
     figures = found["sections"][1]["figures"]
     assert [figure["verdict"] for figure in figures] == ["worse", "as promised", "worse", "not measured"]
     assert figures[2]["value"] == "nan"
