@@ -19,6 +19,7 @@ from metal_engine.checkpoints.model_names import DEMO_MODEL, is_local
 from metal_engine.doctor.figures import SectionResult
 from metal_engine.doctor.plan import SECTIONS, Plan, Section
 from metal_engine.doctor.report import summary, write_report
+from metal_engine.errors import ConfigError
 from metal_engine.python_process import PYTHON, python_environment
 
 # Shortest remaining time in seconds in which a section is started.
@@ -64,7 +65,14 @@ def run_full(
 
     Returns:
         True if no section failed and no result was wrong. Slow results do not count.
+
+    Raises:
+        ConfigError: the report cannot be written to the folder.
     """
+    try:
+        write_report([], folder)
+    except OSError as error:
+        raise ConfigError(None, f"the report cannot be written to {folder.resolve()}: {error}") from error
     began = time.monotonic()
     runs = [(section, "", 1) for section in sections if not section.has_model]
     runs += [(section, model, n) for n, model in enumerate(models, 1) for section in sections if section.has_model]
@@ -114,7 +122,8 @@ def _run(section: Section, model: str, plan: Plan, seconds: float) -> SectionRes
             error = "" if done.returncode == 0 else _describe_end(done.returncode, done.stderr)
         except subprocess.TimeoutExpired:
             error = f"not finished after {seconds:.0f} s"
-        items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    items = [json.loads(line) for line in lines if line.endswith("\n")]  # the end of the process may cut the last line
     figures = [item for item in items if isinstance(item, dict)]
     facts = [item for item in items if isinstance(item, list)]
     return SectionResult.of(
@@ -133,5 +142,6 @@ def _describe_end(status: int, stderr: str) -> str:
             how = f"signal {signal.Signals(-status).name}"
         except ValueError:
             how = f"signal {-status}"
-    last = " / ".join(line.strip() for line in stderr.splitlines() if line.strip())[-_MAX_ERROR:]
-    return f"ended with {how}: {last.replace(str(Path.home()), '~')}"
+    lines = stderr.replace(str(Path.home()), "~").splitlines()
+    last = " / ".join(line.strip() for line in lines if line.strip())[-_MAX_ERROR:]
+    return f"ended with {how}: {last}"

@@ -28,6 +28,7 @@ from metal_engine.doctor.sections.recurrences import (
     packed_gated_delta,
     packed_ssm_update,
 )
+from metal_engine.errors import ConfigError
 from metal_engine.recurrence.metal import MetalRecurrence
 from tests.support.checkpoint_files import CHAT_TEMPLATE, write_checkpoint
 from tests.support.sweeps import sweep
@@ -234,9 +235,28 @@ def test_a_section_that_fails_leaves_what_it_has_measured(
     assert "mac-report.md" in said[-1]
 
 
+def test_a_line_that_is_cut_off_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_partly(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        Path(json.loads(options["input"])["path"]).write_text('["a fact", "text"]\n["a second fa')
+        raise subprocess.TimeoutExpired(command, 300.0)
+
+    monkeypatch.setattr(full.subprocess, "run", run_partly)
+    result = full._run(Section("Planted", "planted", 300.0), "", PLAN, 300.0)
+    assert [list(fact) for fact in result.facts] == [["a fact", "text"]] and result.error
+
+
 def test_sections_without_time_are_reported(tmp_path: Path) -> None:
     assert not run_full(["demo"], Plan(seconds=5.0), tmp_path, lambda line: None, SECTIONS[:1])
     assert "no time was left" in (tmp_path / "mac-report.md").read_text()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(full, "_run", None)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"the report cannot be written to .*file: "):
+        run_full(["demo"], PLAN, tmp_path / "file", lambda line: None)
 
 
 def test_every_model_has_the_time_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,5 +296,7 @@ def test_a_local_model_s_folders_are_not_in_the_report(tmp_path: Path, monkeypat
     assert full._label(str(tmp_path / "secret" / "model")) == "model"
     assert full._label("demo") == "demo" and full._label("owner/name") == "owner/name"
     home = str(Path.home())
-    assert home not in full._describe_end(1, f"ValueError: {home}/models")
+    more = "x" * (full._MAX_ERROR - len(f"{home[1:]}/models"))  # a cut would leave the home folder without its slash
+    for text in (f"ValueError: {home}/models", f"{home}/models{more}"):
+        assert home[1:] not in full._describe_end(1, text)
     assert "SIGSEGV" in full._describe_end(-signal.SIGSEGV, "")
