@@ -248,13 +248,13 @@ class ChatHistory:
         text = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n" if as_json else self._markdown()
         try:
             with path.open("w" if path in self._saved else "x", encoding="utf-8") as file:
+                self._saved.add(path)  # before the write, which may fail: the user can then save again
                 file.write(text)
         except FileExistsError:
             _note(f"{path} exists already: choose another name.")
         except (OSError, RuntimeError, ValueError) as error:
             _note(f"Cannot write {path}: {error}")
         else:
-            self._saved.add(path)
             _note(f"Saved {len(self.messages)} messages to {path}.")
 
     def _markdown(self) -> str:

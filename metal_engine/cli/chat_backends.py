@@ -210,7 +210,9 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 def _pieces(events: Iterator[dict[str, Any]]) -> Iterator[Piece]:
     num_tokens = 0
     for event in events:
-        num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+        usage = event.get("usage")
+        if isinstance(usage, dict) and isinstance(count := usage.get("completion_tokens"), int):
+            num_tokens = count
         delta: dict[str, Any] = {}
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from metal_engine.errors import ConfigError, short
-from metal_engine.settings.chat_args import API_KEY_HELP, HOST_HELP, PORT_HELP, URL_HELP
+from metal_engine.settings.chat_args import API_KEY_HELP, HOST_HELP, PORT_HELP, URL_HELP, check_url
 from metal_engine.settings.fields import ENV_PREFIX
 from metal_engine.settings.server_args import ServerArgs
 
@@ -33,13 +32,12 @@ def base_url(host: str, port: int, url: str | None) -> str:
     """Return the server's URL without ``/v1``: ``url``, or the address of ``host`` and ``port`` if ``url`` is None.
 
     Raises:
-        ConfigError: ``url`` does not begin with ``http://`` or ``https://``.
+        ConfigError: ``url`` is not the URL of a server.
     """
     if url is None:
         host = _ANYWHERE.get(host, host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError("--url", f"must begin with http:// or https://, got {short(url)}")
+    check_url(url)
     return url.rstrip("/").removesuffix("/v1")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from metal_engine.errors import ConfigError
+from metal_engine.errors import ConfigError, short
 from metal_engine.settings.fields import SettingsBase, setting
 from metal_engine.settings.server_args import LOG_LEVELS, ServerArgs
 
@@ -42,10 +42,16 @@ class ChatArgs(SettingsBase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.url is not None and not _is_address(self.url):
-            raise ConfigError("--url", f"must be like http://127.0.0.1:8000 or https://example.org, got {self.url!r}")
+        if self.url is not None:
+            check_url(self.url)
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ConfigError("--api-key", "must be printable ASCII")
+
+
+def check_url(url: str) -> None:
+    """Raise ConfigError if ``--url`` is not the URL of a server."""
+    if not _is_address(url):
+        raise ConfigError("--url", f"must be like http://127.0.0.1:8000 or https://example.org, got {short(url)}")
 
 
 def _is_address(url: str) -> bool:

@@ -115,6 +115,12 @@ def test_save_overwrites_only_what_it_wrote(tmp_path: Path, capsys: pytest.Captu
     assert "exists already" in there and "needs the name" in unnamed and "Cannot write" in nowhere
 
 
+def test_a_save_that_failed_can_be_repeated(tmp_path: Path) -> None:
+    name = tmp_path / "chat.json"
+    talk(f"/save {name}\n/system ok\n/save {name}\n", system="\ud800")  # cannot be encoded
+    assert json.loads(name.read_text()) == [{"role": "system", "content": "ok"}]
+
+
 def test_an_interrupted_answer_stays_as_far_as_it_came() -> None:
     model, shown, answered = talk("One?\nTwo?\n", says("On", then=KeyboardInterrupt()), says("2."))
     assert model.asked[1] == [user("One?"), assistant("On"), user("Two?")]
@@ -253,6 +259,13 @@ def test_streams_that_go_wrong(body: bytes, message: str, odd_server: str, monke
     monkeypatch.setattr(OddServer, "body", body)
     with pytest.raises(AnswerError, match=message):
         list(RemoteModel(odd_server, {"model": "m"}).answer([user("Hi")]))
+
+
+@pytest.mark.parametrize("usage", [{"completion_tokens": None}, {}, [1], "many", None])
+def test_a_usage_without_a_number_of_tokens(usage: Any, odd_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    event = {"usage": usage, "choices": [{"delta": {"content": "Hi"}}]}
+    monkeypatch.setattr(OddServer, "body", f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode())
+    assert list(RemoteModel(odd_server, {"model": "m"}).answer([user("Hi")])) == [Piece("Hi", 0)]
 
 
 def test_a_loaded_model_answers(monkeypatch: pytest.MonkeyPatch) -> None:

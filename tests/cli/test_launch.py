@@ -137,7 +137,8 @@ def test_what_is_wrong_is_one_line(server: Served, path: Path) -> None:
         (["claude", "--url", server.url], f"the server at {server.url} requires a key: add --api-key KEY"),
         (["claude", "--url", server.url, "--api-key", "no"], "--api-key is not a key of the server"),
         (["claude", "--url", f"{server.url}/nowhere", "--api-key", "other"], "responds with status 404"),
-        (["claude", "--url", "localhost:8000"], "--url must begin with http://"),
+        (["claude", "--url", "localhost:8000"], "--url must be like http://"),
+        (["claude", "--url", "http://localhost:port"], "--url must be like http://"),
         (["claude", "--url", "http://a b"], "--url"),
         (["aider", "--url", server.url, "--api-key", "other", "--exec"], "aider is not installed: python -m pip"),
     ]:
