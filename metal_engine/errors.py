@@ -132,7 +132,10 @@ def short(value: Any, limit: int = 60) -> str:
 
     Visits only the first 20 items of each list, tuple and dict, so that a large value takes little time.
     """
-    text = repr(_beginning(value))
+    try:
+        text = repr(_beginning(value))
+    except ValueError:  # Python limits the digits of integers
+        text = "an integer with too many digits"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -153,7 +156,9 @@ def clear_traceback_frames(error: BaseException) -> None:
     The latter are found through ``__cause__``, or through ``__context__`` for an error without a cause. The variables
     can refer to weights or to arrays of the KV cache, and would keep these arrays in memory.
     """
+    cleared: set[int] = set()  # errors may be causes of each other
     seen: BaseException | None = error
-    while seen is not None:
+    while seen is not None and id(seen) not in cleared:
         traceback.clear_frames(seen.__traceback__)
+        cleared.add(id(seen))
         seen = seen.__cause__ or seen.__context__

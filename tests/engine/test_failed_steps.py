@@ -15,6 +15,7 @@ import pytest
 
 from metal_engine.attention.portable import backend as mlx_ops
 from metal_engine.device.streams import second_stream
+from metal_engine.errors import clear_traceback_frames
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
@@ -386,3 +387,17 @@ def test_a_step_that_fails_before_its_sampling_is_built(mode: str, monkeypatch: 
     monkeypatch.setattr(ModelRunner, "_dispatch", dispatched)
     assert [token_ids(outputs) for outputs in run_all(engine, requests)] == expected
     assert engine.metrics.num_failed_steps == num_raised == 1
+
+
+def test_errors_that_cause_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = ValueError(), ValueError()
+    first.__cause__, second.__cause__ = second, first
+    cleared: list[Any] = []
+
+    def clear(frames: Any) -> None:
+        assert len(cleared) < 2, "an error is cleared again"
+        cleared.append(frames)
+
+    monkeypatch.setattr("traceback.clear_frames", clear)
+    clear_traceback_frames(first)
+    assert len(cleared) == 2
