@@ -209,10 +209,12 @@ class LLM:
             RuntimeError: a request failed, or the engine has stopped.
         """
         given: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
-        each = pooling_params or PoolingParams()
-        params = [each] * len(given) if isinstance(each, PoolingParams) else list(each)
+        if pooling_params is None or isinstance(pooling_params, PoolingParams):
+            pooling_params = [pooling_params or PoolingParams()] * len(given)
+        if len(pooling_params) != len(given):
+            raise ValueError(f"{len(given)} prompts but {len(pooling_params)} pooling_params")
         prepare = self._preparer.prepare_pooling
-        requests = [prepare([self._token_ids(p)], one)[0] for p, one in zip(given, params, strict=True)]
+        requests = [prepare([self._token_ids(p)], one)[0] for p, one in zip(given, pooling_params, strict=True)]
         ids = [str(next(self._ids)) for _ in requests]
         outputs = self._collect([(request, 0) for request in requests], ids, use_tqdm, "Embedding")
         results = []

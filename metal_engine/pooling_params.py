@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from metal_engine.errors import ParameterError, short
 
 POOLING_TYPES = ("LAST", "MEAN", "CLS")
@@ -41,9 +43,10 @@ class PoolingParams:
             raise ParameterError("pooling_type", message)
         if not isinstance(self.normalize, bool | None):
             raise ParameterError("normalize", f"must be true or false, got {short(self.normalize)}")
-        _check_count("dimensions", self.dimensions, 1)
-        if self.truncate_prompt_tokens != -1:
-            _check_count("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+        object.__setattr__(self, "dimensions", _count("dimensions", self.dimensions))
+        truncate = self.truncate_prompt_tokens
+        truncate = -1 if truncate == -1 else _count("truncate_prompt_tokens", truncate)
+        object.__setattr__(self, "truncate_prompt_tokens", truncate)
 
     @property
     def needs_every_token(self) -> bool:
@@ -51,10 +54,12 @@ class PoolingParams:
         return self.pooling_type != "LAST" and not self.token_ids
 
 
-def _check_count(name: str, value: object, least: int) -> None:
+def _count(name: str, value: object) -> int | None:
+    """Return an integer of Python or NumPy as an int, or None. Raises ParameterError for other values."""
     if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise ParameterError(name, f"must be an integer, got {short(value)}")
-    if not least <= value <= MAX_DIMENSIONS:
-        raise ParameterError(name, f"must be from {least} to {MAX_DIMENSIONS}, got {value}")
+    if not 1 <= value <= MAX_DIMENSIONS:
+        raise ParameterError(name, f"must be from 1 to {MAX_DIMENSIONS}, got {short(value)}")
+    return int(value)

@@ -338,6 +338,7 @@ def test_vectors_of_texts_and_tokens(llm: LLM) -> None:
     assert llm.embed([], use_tqdm=False) == []
     with pytest.raises(ValueError, match="no tokens"):
         llm.embed([ids, []], use_tqdm=False)
-    with pytest.raises(ValueError):
-        llm.embed([ids, ids], pooling_params=params[:1], use_tqdm=False)
+    for num_params in (1, 0):
+        with pytest.raises(ValueError, match=f"2 prompts but {num_params} pooling_params"):
+            llm.embed([ids, ids], pooling_params=params[:num_params], use_tqdm=False)
     assert llm.stats.num_used_blocks == 0

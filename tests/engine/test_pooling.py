@@ -127,6 +127,16 @@ def test_dimensions_and_normalize(reference: nn.Module) -> None:
     np.testing.assert_allclose(raw, hidden, rtol=1e-3, atol=1e-4)
 
 
+def test_counts_may_be_integers_of_numpy() -> None:
+    params = PoolingParams(dimensions=np.int64(5), truncate_prompt_tokens=np.int32(-1))
+    assert params == PoolingParams(dimensions=5, truncate_prompt_tokens=-1)
+    assert type(params.dimensions) is type(params.truncate_prompt_tokens) is int
+    bad: list[dict[str, Any]] = [{"dimensions": 0}, {"dimensions": -1}, {"dimensions": True}, {"dimensions": 10**5000}]
+    for fields in [*bad, {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": 1.0}]:
+        with pytest.raises(ParameterError, match=f"^{next(iter(fields))} must be "):
+            PoolingParams(**fields)
+
+
 def test_logits_of_two_tokens(reference: nn.Module) -> None:
     tokens = [prompt(n) for n in (3, 50)]
     found = run_pooling(
