@@ -72,7 +72,11 @@ class LazyPackage(ModuleType):
             if not self._is_complete:
                 self._is_complete = True
                 assert self.__spec__ is not None and self.__spec__.loader is not None
-                self.__spec__.loader.exec_module(self)
+                try:
+                    self.__spec__.loader.exec_module(self)
+                except BaseException:
+                    self._is_complete = False  # the next use raises the same error
+                    raise
 
 
 def make_packages_lazy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,22 @@ from metal_engine.engine.process.wire import Start
 _set_up(Start([], "info", "text"))[0]()
 for name, one in {"transformers": "LlamaConfig", "gguf": "GGUFWriter", "mlx_lm": "stream_generate"}.items():
     assert isinstance(sys.modules[name], LazyPackage) and one not in vars(sys.modules[name]), name
+""")
+
+
+def test_an_init_that_fails_runs_again(tmp_path: Path) -> None:
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / "__init__.py").write_text("raise ImportError('a library is missing')")
+    run(f"""
+import importlib.util, sys
+from metal_engine.lazy_packages import LazyPackage
+sys.path.insert(0, {str(tmp_path)!r})
+sys.modules["planted"] = planted = LazyPackage(importlib.util.find_spec("planted"), {{}})
+for _ in range(2):
+    try:
+        planted.name
+    except ImportError as error:
+        assert "a library is missing" in str(error)
 """)
 
 
