@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tools.clients import run
-from tools.clients.groups import TRIES
+from tools.clients.groups import CLIENTS, TRIES
 
 SCRIPT = """\
 import os, sys
@@ -68,3 +69,20 @@ def test_a_script_that_is_stopped_has_failed(cut: str, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(subprocess, "run", stopped)
     assert attempts(tmp_path) == {"works": None, "the script": "1800 s passed"}
+
+
+@pytest.mark.parametrize(
+    ("output", "last"),
+    [({"stderr": "a\nno match\n"}, "no match"), ({"output": b"no ensurepip\n"}, "no ensurepip"), ({}, "no output")],
+)
+def test_an_installation_that_fails(
+    output: dict[str, Any], last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module venv gives the output of its own pip as ``output``, in bytes."""
+
+    def fail(*_: object) -> None:
+        raise subprocess.CalledProcessError(1, "pip", **output)
+
+    monkeypatch.setattr(run, "install", fail)
+    found = run.try_client(next(iter(CLIENTS.values())), tmp_path, "http://127.0.0.1:9", "demo")
+    assert found.attempts == (run.Attempt("installing", last),)

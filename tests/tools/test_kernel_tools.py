@@ -13,7 +13,8 @@ import pytest
 from metal_engine.attention.portable.backend import PortableBackend
 from tests.support.sweeps import sweep
 from tools.benchmarks import attention
-from tools.metal_sim.__main__ import TABLE
+from tools.metal_sim.__main__ import TABLE, main
+from tools.metal_sim.errors import CheckError
 from tools.metal_sim.index_report import INDEX_SHAPES, IndexLine
 from tools.metal_sim.kernel_mutants import MUTANTS, caught
 from tools.metal_sim.report import SHAPES, Line, table
@@ -95,3 +96,18 @@ def test_benchmark_prints_a_table() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "decode" in done.stdout and "prefill" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [("undef", "variants.record_variants"), ("cuda", "nvidia.driver"), ("time", "times.kernels.compile_kernels")],
+)
+def test_a_kernel_that_breaks_a_rule_is_a_message(
+    command: str, function: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise CheckError("a rule is broken")
+
+    monkeypatch.setattr(f"tools.metal_sim.{function}", refuse)
+    monkeypatch.setattr("sys.argv", ["metal_sim", command])
+    assert main() == 1 and capsys.readouterr().err == "a rule is broken\n"

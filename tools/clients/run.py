@@ -54,7 +54,8 @@ def install(client: Client, venvs: Path) -> None:
     """Make the client's environment with the newest versions, unless it exists.
 
     Raises:
-        subprocess.CalledProcessError: pip failed. ``stderr`` holds its output.
+        subprocess.CalledProcessError: pip failed. ``stderr`` holds its output, or ``stdout`` as bytes if pip could not
+            be installed.
     """
     done = client.folder(venvs) / ".installed"
     if done.exists():
@@ -104,7 +105,8 @@ def try_client(client: Client, venvs: Path, url: str, model: str) -> ClientResul
     try:
         install(client, venvs)
     except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no output"])[-1]
+        output = error.stderr or (error.stdout or b"").decode(errors="replace")
+        last = (output.strip().splitlines() or ["no output"])[-1]
         return ClientResult(client.name, client.package, "-", (Attempt("installing", last),))
     attempts = attempts_of(python_of(client, venvs), TRIES / client.script, url, model)
     return ClientResult(client.name, client.package, version_of(client, venvs), attempts)

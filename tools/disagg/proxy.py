@@ -39,8 +39,9 @@ def create_app(prefill_url: str, decode_url: str) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        # A request can take arbitrarily long, so only connecting has a time limit.
-        async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=10.0)) as client:
+        # A request can take arbitrarily long, so only connecting has a time limit. Proxies of the environment are
+        # ignored, because the servers are nearby.
+        async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=10.0), trust_env=False) as client:
             app.state.client = client
             yield
 

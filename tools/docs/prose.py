@@ -239,7 +239,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. Return the exit status: 1 above ``--max-per-1000``, 2 if git does not know the revision."""
+    """Run the command line.
+
+    Return the exit status: 1 above ``--max-per-1000``, 2 if a path does not exist or git does not know the revision.
+    """
     args = _parser().parse_args(argv)
     if args.labels:
         evaluate(args.labels, args.min_score)
@@ -248,6 +251,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.changed_since and not is_in_git():
         print("no changes to check: this folder is not in a git working tree", file=sys.stderr)
         return 0
+    missing = [path for path in paths if not Path(path).exists()]
+    if missing and not args.changed_since:  # a revision may have other paths
+        print(f"not found: {', '.join(missing)}", file=sys.stderr)
+        return 2
     try:
         sentences = (
             changed_sentences(paths, args.changed_since, messages=messages)

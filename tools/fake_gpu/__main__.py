@@ -13,18 +13,21 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     report = commands.add_parser("report", help="show the parts of a decode step's time, and whether the device waits")
     host = commands.add_parser("host", help="show the CPU time of a decode step: built, replayed, in mlx-lm")
+    gpu, problem = None, ""
     try:
         gpu = install()
     except FakeGpuError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        problem = str(error)
     # Imported here, because they load MLX, which must find the fake GPU.
     from . import host as of_host
     from . import report as reporting
 
     reporting.add_arguments(report)
     of_host.add_arguments(host)
-    args = parser.parse_args()
+    args = parser.parse_args()  # --help works without the fake GPU
+    if gpu is None:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     return (of_host if args.command == "host" else reporting).run(gpu, args)
 
 

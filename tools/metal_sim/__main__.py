@@ -98,7 +98,7 @@ def undef(options: argparse.Namespace) -> int:
     """Search for values that loops carry although they are never set. Return the exit status: 1 if any was found."""
     import mlx.core as mx
 
-    from .errors import ToolchainError
+    from .errors import CheckError, ToolchainError
     from .shapes import layers_by_model
     from .undef import undef_in
     from .variants import record_variants
@@ -111,7 +111,7 @@ def undef(options: argparse.Namespace) -> int:
             if found := undef_in(variant):
                 bad += 1
                 print(f"{variant.name}: {found}")
-    except ToolchainError as error:
+    except (CheckError, ToolchainError) as error:
         print(error, file=sys.stderr)
         return 1
     print(f"{bad} of {len(variants)} variants carry undefined values through loops")
@@ -145,7 +145,7 @@ def predict_times(write: bool) -> int:
 def cuda() -> int:
     """Run every kernel on a CUDA GPU and compare with float64. Return the exit status: 1 if a kernel is wrong."""
     from .cases import CASES
-    from .errors import ToolchainError
+    from .errors import CheckError, ToolchainError
     from .nvidia import cuda_kernel, driver
 
     try:
@@ -158,7 +158,7 @@ def cuda() -> int:
             print(
                 f"{case.name}: largest relative error {error:.1e}, allowed {case.allowed:.0e}{'' if ok else ': WRONG'}"
             )
-    except ToolchainError as error:
+    except (CheckError, ToolchainError) as error:
         print(error, file=sys.stderr)
         return 1
     return bool(wrong)

@@ -101,6 +101,15 @@ def test_chats_and_models_go_through(monkeypatch: pytest.MonkeyPatch) -> None:
         assert at_prefill[0].max_tokens == 1
 
 
+def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve() as served:
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+        with proxying(served.url, served.url) as url:
+            assert httpx.get(f"{url}/health", trust_env=False).json()["decode"]["status"] != "error"
+
+
 def test_a_decode_server_that_waits_for_a_dead_prefill_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve() as decode, proxying(f"http://127.0.0.1:{free_port()}", decode.url) as url:
         at_decode = seen_by(decode, monkeypatch)

@@ -198,6 +198,11 @@ def test_a_rate_needs_some_sentences(repository: Path, capsys: pytest.CaptureFix
     assert prose.main(["docs", "--max-per-1000", "900"]) == 0
 
 
+def test_a_path_that_does_not_exist_is_an_error(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prose.main(["docs", "dcos", "--max-per-1000", "900"]) == 2
+    assert capsys.readouterr().err == "not found: dcos\n"
+
+
 def test_an_unknown_revision_is_an_error(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prose.main(["--changed-since", "no-such-revision"]) == 2
     assert "no-such-revision" in capsys.readouterr().err

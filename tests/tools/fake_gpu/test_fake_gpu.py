@@ -9,6 +9,7 @@ import pytest
 
 from tests.tools.fake_gpu.conftest import OnDevice
 from tools.fake_gpu import FakeGpuError, build, device
+from tools.fake_gpu import __main__ as command
 
 
 def test_kernels_take_their_time_one_after_the_other(on_device: OnDevice) -> None:
@@ -108,3 +109,19 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(FakeGpuError, match=r"does not compile:\n(.|\n)*mlx/allocator\.h"):
         build.build(tmp_path, "0.32.4")
     assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["report", "--help"], 0), (["host"], 2)])
+def test_help_needs_no_fake_gpu(
+    arguments: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise FakeGpuError("the fake GPU is for Linux")
+
+    monkeypatch.setattr(command, "install", refuse)
+    monkeypatch.setattr(sys, "argv", ["fake_gpu", *arguments])
+    with pytest.raises(SystemExit) as end:
+        sys.exit(command.main())
+    assert end.value.code == status
+    shown = capsys.readouterr()
+    assert ("--gpu-ms" in shown.out) == (status == 0) and ("for Linux" in shown.err) == (status == 2)
