@@ -23,13 +23,10 @@ class CallEnd:
     Args:
         quotes: forms of the quoted parts.
         marks: marks that end the call.
-
-    Attributes:
-        first_mark: position and text of the first mark within the current quoted part; None if there is none.
     """
 
     def __init__(self, quotes: Quotes, marks: Sequence[str]) -> None:
-        self.first_mark: tuple[int, str] | None = None
+        self._first_mark: tuple[int, str] | None = None  # position and text of the first mark within the quoted part
         self._quotes = quotes
         # ``outside``: not in a quoted part. ``head``: in a quoted part, before its value. ``text``: in a quoted part.
         # ``json`` and ``string``: in a quoted part that is a JSON value, outside and inside of its strings. ``after``:
@@ -52,8 +49,8 @@ class CallEnd:
                 method.
         """
         while True:
-            if self._state == "plain" and self.first_mark is not None:
-                return self.first_mark
+            if self._state == "plain" and self._first_mark is not None:
+                return self._first_mark
             if self._state in ("after", "head"):
                 if not (self._pass_space(text) if self._state == "after" else self._pass_head(text)):
                     return None
@@ -66,7 +63,7 @@ class CallEnd:
             if kind == "mark" and self._state in ("plain", "outside"):
                 return found.start(), found[0]
             if kind == "mark":
-                self.first_mark = self.first_mark or (found.start(), found[0])
+                self._first_mark = self._first_mark or (found.start(), found[0])
             elif kind == "opening":
                 self._end, self._opened = self._quotes.pairs[found[0]], found.start()
                 self._state = "text" if self._quotes.value is None else "head"
@@ -77,13 +74,20 @@ class CallEnd:
             elif kind == "quote":
                 self._state = "string" if self._state == "json" else "json"
 
+    def unclosed_mark(self) -> tuple[int, str] | None:
+        """Return position and text of the first mark within the quoted part that is open at the end of the text.
+
+        Return None if no quoted part is open, or if the part has no mark.
+        """
+        return None if self._state == "after" else self._first_mark
+
     def forget(self, length: int) -> None:
         """Record that the first ``length`` characters of the text are removed."""
         self._at -= length
         self._opened -= length
-        if self.first_mark is not None:
-            at, mark = self.first_mark
-            self.first_mark = (at - length, mark) if at >= length else None
+        if self._first_mark is not None:
+            at, mark = self._first_mark
+            self._first_mark = (at - length, mark) if at >= length else None
 
     def _pattern(self) -> re.Pattern[str]:
         """Return a pattern for the next mark, quote or escape at which the current state can change."""
@@ -104,7 +108,7 @@ class CallEnd:
         if at == len(text):
             return False
         if text[at] in self._quotes.after:
-            self._state, self.first_mark = "outside", None
+            self._state, self._first_mark = "outside", None
         else:
             self._state = "plain"
         return True
@@ -116,6 +120,7 @@ class CallEnd:
         if head is None:
             ending = re.compile(f"{self._end}|{self._quotes.broken or '(?!)'}|{self._mark}")
             if ending.search(text, self._at) is None:
+                self._at = max(self._at, len(text) - self._longest + 1)
                 return False
             self._state = "text"
             return True

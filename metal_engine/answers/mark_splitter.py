@@ -123,7 +123,7 @@ class MarkSplitter(Splitter):
                 deltas += self._cross_at(at, "")
                 calls, self._text = self._text, ""
                 deltas += self.take(calls, 0)
-        while self._state == "call" and not truncated and (found := self._call_end.first_mark) is not None:
+        while self._state == "call" and not truncated and (found := self._call_end.unclosed_mark()) is not None:
             # The quoted part around the mark has no end.
             deltas += self._cross_at(*found)
             deltas += self.take("", 0)

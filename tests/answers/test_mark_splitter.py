@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import pkgutil
+import re
+from types import SimpleNamespace
+from typing import Any
 
 import mlx_lm.tool_parsers
 import pytest
 
+from metal_engine.answers import call_end
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.deltas import ArgumentsDelta, CallStart, TextDelta
 from metal_engine.answers.mark_splitter import MarkSplitter
@@ -244,3 +248,35 @@ def test_unclosed_parameters_are_searched_once(end: str) -> None:
     text = "<function=find_trains>" + "".join(f"<parameter={name}>Rome" for name in arguments) + end
     calls = run(MarkSplitter(answer_format("qwen3_coder"), TOOLS), [text])[2]
     assert calls == [("find_trains", arguments)]
+
+
+class CountedPattern:
+    """Regular expression that counts the characters that its searches pass.
+
+    Attributes:
+        num_passed: number of characters that searches of all patterns have passed.
+    """
+
+    num_passed = 0
+
+    def __init__(self, *arguments: Any) -> None:
+        self._pattern = re.compile(*arguments)
+
+    def search(self, text: str, at: int) -> re.Match[str] | None:
+        found = self._pattern.search(text, at)
+        CountedPattern.num_passed += (len(text) if found is None else found.end()) - at
+        return found
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("longcat", '<longcat_tool_call>{"name": "find_trains", "arguments": {"city": "'),
+    ("qwen3_coder", "<tool_call><function=find_trains><parameter=bad name>"),
+])  # fmt: skip
+def test_calls_that_arrive_in_pieces_are_searched_once(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CountedPattern, "num_passed", 0)
+    counted = SimpleNamespace(compile=CountedPattern, escape=re.escape, DOTALL=re.DOTALL)
+    monkeypatch.setattr(call_end, "re", counted)
+    splitter = MarkSplitter(answer_format(name), TOOLS)
+    pieces = [text, *["Rome " for _ in range(400)]]
+    assert [delta for piece in pieces for delta in splitter.add(piece)] == []
+    assert CountedPattern.num_passed < 100 * len(pieces)
