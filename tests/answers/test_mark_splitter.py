@@ -241,6 +241,22 @@ def test_open_strings_are_searched_once(quoted: str) -> None:
     assert run(MarkSplitter(answer_format("pythonic"), TOOLS), [text])[:3] == (text, "", [])
 
 
+LLAMA = '{"name": "find_trains", "parameters": {"city": "Rome"}}'
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁calls▁end｜>"
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), [
+    ("llama3_json", LLAMA + "{} Yes.", [TRAINS]),
+    ("deepseek_v31", DEEPSEEK.replace("{}", 'find_trains<｜tool▁sep｜>{"city": "Rome"}{} Yes.'), []),
+    ("deepseek_v31", DEEPSEEK, []),
+])  # fmt: skip
+def test_long_white_space_beside_a_call_is_searched_once(name: str, text: str, calls: list) -> None:
+    """A quadratic search would take more than ten minutes."""
+    text = text.replace("{}", "\n" * 500_000)
+    content, _, found, _ = run(MarkSplitter(answer_format(name), TOOLS), [text])
+    assert found == calls and content in ("Yes.", text)
+
+
 @pytest.mark.parametrize("end", ["", "</function>", "</parameter></function>"])
 def test_unclosed_parameters_are_searched_once(end: str) -> None:
     """A quadratic search would take seconds."""

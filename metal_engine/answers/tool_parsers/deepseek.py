@@ -19,11 +19,11 @@ from metal_engine.answers.tool_parsers.json_calls import JSON_CALLS
 _DECODER = json.JSONDecoder()
 # Start of a call up to its arguments. V3 and R1 write ``function`` before the name, and a code block.
 _HEAD = re.compile(
-    r"\s*<｜tool▁call▁begin｜>\s*(?:function\s*<｜tool▁sep｜>)?\s*(?P<name>[^\s<>`{]{1,256})\s*(?:<｜tool▁sep｜>)?\s*"
-    r"(?:```(?:json)?\s*)?"
+    r"\s*+<｜tool▁call▁begin｜>\s*+(?:function\s*+<｜tool▁sep｜>)?\s*+(?P<name>[^\s<>`{]{1,256})\s*+(?:<｜tool▁sep｜>)?\s*+"
+    r"(?:```(?:json)?\s*+)?"
 )
 # The last call may lack its closing mark.
-_TAIL = re.compile(r"\s*(?:```)?\s*(?:<｜tool▁call▁end｜>\s*|\Z)")
+_TAIL = re.compile(r"\s*+(?:```)?\s*+(?:<｜tool▁call▁end｜>\s*+|\Z)")
 
 _NAME = r'\s+name\s*=\s*"(?P<name>[^"<>]{1,256})"'
 _INVOKE = re.compile(rf"\s*<｜DSML｜invoke{_NAME}\s*>\s*")

@@ -11,7 +11,7 @@ from typing import Any
 from metal_engine.answers.tool_parsers.json_calls import decoded_calls
 
 _SPACE = re.compile(r"\s*")
-_BETWEEN = re.compile(r"\s*;?\s*(?=\{)")
+_BETWEEN = re.compile(r"\s*+;?\s*+(?=\{)")
 
 
 class Llama3Calls:
