@@ -174,12 +174,21 @@ class CallReader:
         if not isinstance(arguments, dict):
             raise ValueError(f"the arguments must be a JSON object, got {short(arguments)}")
         given_id = call.get("id")
-        call_id = given_id if isinstance(given_id, str) and given_id else new_call_id()
-        return ToolCall(call_id, name, json_text(arguments) if text is None else text)
+        call_id = given_id if isinstance(given_id, str) and given_id and _can_be_encoded(given_id) else new_call_id()
+        return ToolCall(call_id, name, json_text(arguments) if text is None or not _can_be_encoded(text) else text)
 
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _can_be_encoded(text: str) -> bool:
+    """Return False if a text has a lone surrogate, which a model can write as an escape."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _BegunCall:

@@ -152,6 +152,14 @@ def test_calls_of_nothing(body: str) -> None:
 CALL = '{"name": "find_trains", "arguments": {"city": "Rome"}}'
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "\\ud83d"}', '"{\\"city\\": \\"\\ud83d\\"}"'])
+def test_half_a_surrogate_pair_can_be_encoded(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "find_trains", "arguments": {arguments}, "id": "x\\ud83d"}}</tool_call>'
+    start, delta = deltas(MarkSplitter(answer_format("json_tools"), TOOLS), text)
+    assert isinstance(start, CallStart) and start.id.startswith("call_")
+    assert delta == ArgumentsDelta(0, '{"city": "\\ud83d"}')
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("text", [f"<tool_call>{CALL}\n{CALL}</tool_call>", f"<tool_call>{CALL}</tool_call>\n" * 2])
 def test_several_calls(text: str, parallel: bool) -> None:
