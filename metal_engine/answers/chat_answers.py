@@ -273,9 +273,10 @@ class ChatAnswers:
         if not (plan.forced or self.is_structured):
             if not self._has_marks:
                 return Splitter()
-            make = HarmonySplitter if known.harmony else MarkSplitter
             options |= {"in_reasoning": self.in_reasoning, "drops_end": self.past_reasoning or self.has_budget}
-            return make(known, plan.parsed, **options)
+            if known.harmony:
+                return HarmonySplitter(known, plan.parsed, in_content=self.past_reasoning, **options)
+            return MarkSplitter(known, plan.parsed, **options)
         content: Splitter | None = None
         if plan.forced:
             content = ForcedCallSplitter(plan.name, parallel=plan.parallel)

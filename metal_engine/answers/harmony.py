@@ -80,6 +80,7 @@ class HarmonySplitter(MarkSplitter):
     If the output does not begin with a header, its first text is content, because a grammar may force content at once.
 
     Args:
+        in_content: True if the prompt ends within content, so that the output begins without a header.
         is_structured: True if the output has a structured output: its first content, until the end of the output.
         options: other arguments of ``MarkSplitter``.
     """
@@ -90,6 +91,7 @@ class HarmonySplitter(MarkSplitter):
         tools: Sequence[dict[str, Any]] = (),
         *,
         in_reasoning: bool = False,
+        in_content: bool = False,
         is_structured: bool = False,
         **options: Any,
     ) -> None:
@@ -97,10 +99,10 @@ class HarmonySplitter(MarkSplitter):
         self._is_structured = is_structured
         self._is_verbatim = False  # True within the structured output
         self._raw = ""  # received text that was not passed to `MarkSplitter` yet
-        self._in_header = not in_reasoning
-        self._is_first = True
+        self._in_header = not (in_reasoning or in_content)
+        self._is_first = not in_content
         self._end_mark = _END if in_reasoning else ""  # end mark of the current message in the canonical form
-        self._had_content = False
+        self._had_content = in_content
         self._message_end = CallEnd(NO_QUOTES, _ENDS)  # search for the end of the current message
 
     def add(self, text: str) -> list[AnswerDelta]:
@@ -119,8 +121,9 @@ class HarmonySplitter(MarkSplitter):
         return joined(deltas)
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
-        # An incomplete header is dropped. Other text is passed on.
-        is_lost = self._in_header and _HEADER.fullmatch(self._raw) is not None
+        # An incomplete header is dropped. Other text is passed on, for example a recipient that the model itself ends.
+        is_header = _HEADER.fullmatch(self._raw) is not None and (truncated or "<|" in self._raw)
+        is_lost = self._in_header and is_header
         deltas = [] if is_lost else self._pass_on(len(self._raw))
         return joined(deltas + super().finish(truncated=truncated))
 

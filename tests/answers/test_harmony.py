@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken
 
 from metal_engine.answers.chat_answers import ChatAnswers
-from metal_engine.answers.deltas import ArgumentsDelta, CallStart
+from metal_engine.answers.deltas import ArgumentsDelta, CallStart, TextDelta, joined
 from metal_engine.answers.harmony import TOKENS, HarmonySplitter, harmony_format
 from metal_engine.answers.tool_plan import NO_TOOLS
 from metal_engine.checkpoints.answer_formats import find_answer_format
@@ -81,3 +81,13 @@ def test_what_is_no_header_is_not_lost() -> None:
     garbage = "<|channel|>" + "to=" * 2000
     for parts in ([garbage], list(garbage)):
         assert run(HarmonySplitter(harmony_format()), parts)[0] == garbage
+    for parts in cuts("to=5 and more"):
+        assert run(HarmonySplitter(harmony_format()), parts)[0] == "to=5 and more"
+        assert run(HarmonySplitter(harmony_format()), parts, truncated=True)[0] == ""
+
+
+def test_a_continued_message_has_no_header() -> None:
+    answers = ChatAnswers.for_prompt(harmony_format(), NO_TOOLS, [], lambda ids: "<|message|>Add ", continues=True)
+    for parts in cuts("to=5"):
+        reader = answers.reader(incremental=False)
+        assert joined([delta for part in parts for delta in reader.add(part, ())]) == [TextDelta("content", "to=5")]
