@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 _CONTEXT_TOKENS = 4
 # A character has at most four bytes, so a prompt can end with at most three tokens of an incomplete character.
 _MAX_INCOMPLETE_TOKENS = 3
-
+# Maximum number of tokens whose text is held back. More tokens are bytes of which no character can come.
+_MAX_HELD_TOKENS = 32
 
 _INCOMPLETE = "\ufffd"  # output of a decoder for bytes that are not a whole character
 
@@ -28,12 +29,13 @@ class Detokenizer:
     Args:
         backend: tokenizer of the ``tokenizers`` library.
         prompt_token_ids: tokens before the first new token, as context. Their text is not returned.
-        skip_special_tokens: True to leave special tokens out of the text.
+        skipped: ids of the special tokens, to leave them out of the text. Empty to include them.
     """
 
-    def __init__(self, backend: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, backend: Any, prompt_token_ids: Sequence[int], skipped: Set[int]) -> None:
         self._backend = backend
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped = skipped
+        self._skip_special_tokens = bool(skipped)
         # Last tokens whose text the stream has returned, and later tokens whose text the stream holds back.
         self._context: tuple[int, ...] = ()
         self._held: list[int] = []
@@ -45,9 +47,12 @@ class Detokenizer:
         context = tuple(prompt_token_ids[max(end - _CONTEXT_TOKENS, 0) : end])
         if not self._decode(context).endswith(_INCOMPLETE):
             self._context, context = context, ()
-        self._stream = DecodeStream(ids=list(self._context), skip_special_tokens=skip_special_tokens)
+        self._stream = self._new_stream()
         for token_id in (*context, *prompt_token_ids[end:]):
             self.add(token_id)
+
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(ids=list(self._context), skip_special_tokens=self._skip_special_tokens)
 
     def _end_of_text(self, token_ids: Sequence[int]) -> int:
         """Return the number of leading tokens whose text ends with a whole character."""
@@ -63,14 +68,16 @@ class Detokenizer:
 
     def add(self, token_id: int) -> str:
         """Return the whole characters that ``token_id`` completes; an empty string if it completes none."""
+        if token_id in self._skipped:  # the stream would keep it, and decode it again with each later token
+            return ""
         try:
             text = self._stream.step(self._backend, token_id)
         except Exception as error:  # noqa: BLE001  (tokenizers raises a bare Exception from Rust)
             # Seen upstream with ids that decode differently once more context is there. The stream cannot continue from
             # its own state, so decoding restarts at this token. At most one character is wrong.
             logger.warning("detokenizer restarted at token %d: %s", token_id, error)
-            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             self._context, self._held, self._shown = (), [], ""
+            self._stream = self._new_stream()
             text = self._stream.step(self._backend, token_id)
         if not text:
             return self._whole_characters(token_id)
@@ -86,9 +93,20 @@ class Detokenizer:
         The stream holds back all text while the last character is incomplete.
         """
         self._held.append(token_id)
-        before, text = self._decode(self._context), self._decode((*self._context, *self._held))
-        if not text.startswith(before):  # the text of earlier tokens changes until this character is complete
-            return ""
-        whole = text[len(before) :].rstrip(_INCOMPLETE)
+        whole, incomplete = self._held_text()
         new, self._shown = whole[len(self._shown) :], max(self._shown, whole, key=len)
-        return new
+        if len(self._held) <= _MAX_HELD_TOKENS:
+            return new
+        # Invalid bytes: show them, except bytes at the end with which a character can still begin.
+        last = self._held[-_MAX_INCOMPLETE_TOKENS:]
+        self._held, self._shown, self._stream = [], "", self._new_stream()
+        for token_id in last:
+            self.add(token_id)
+        return new + incomplete[len(self._held_text()[1]) :]
+
+    def _held_text(self) -> tuple[str, str]:
+        """Return the whole characters of the held tokens' text, and the replacement characters after them."""
+        before, text = self._decode(self._context), self._decode((*self._context, *self._held))
+        # The text of earlier tokens may change until a character is complete.
+        whole = text[len(before) :].rstrip(_INCOMPLETE) if text.startswith(before) else ""
+        return whole, text[len(before) + len(whole) :]

@@ -364,4 +364,5 @@ class Tokenizer:
             raise ValueError(f"the chat template refused the messages: {error}") from error
 
     def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        return Detokenizer(self.hf_tokenizer.backend_tokenizer, prompt_token_ids, skip_special_tokens)
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        return Detokenizer(self.hf_tokenizer.backend_tokenizer, prompt_token_ids, skipped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,7 @@ from metal_engine.answers.call_syntaxes.syntax import JSON_QUOTES
 from metal_engine.output_phases import CallText, ReasoningPhase
 from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs, merge_outputs
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.text.detokenizer import Detokenizer
 from metal_engine.text.output_text import OutputText
 from metal_engine.text.stop_strings import StopStrings, StopStringsOutsideReasoning, stop_automaton
 from metal_engine.text.tokenizer import Tokenizer
@@ -174,6 +176,29 @@ def test_any_bytes_are_survived(prompt: list[int], ids: list[int]) -> None:
 def test_special_tokens() -> None:
     assert tokenizer().detokenizer([65], True).add(EOS) == ""
     assert tokenizer().detokenizer([65], False).add(EOS) == "<|im_end|>"
+
+
+@pytest.mark.parametrize(("token_id", "text"), [(EOS, ""), (0x80, "\ufffd")])
+def test_tokens_without_a_character_are_decoded_a_few_times(
+    token_id: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, num_decoded = Detokenizer._decode, 0
+
+    def counted(detokenizer: Detokenizer, token_ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return decode(detokenizer, token_ids)
+
+    monkeypatch.setattr(Detokenizer, "_decode", counted)
+    detokenizer = tokenizer().detokenizer([65], True)
+    ids = [*[token_id] * 2000, *byte_ids("é")]
+    assert "".join(map(detokenizer.add, ids)) == text * 2000 + "é"
+    assert num_decoded < 40 * len(ids)
+
+
+def test_half_characters_without_an_end_are_not_shown() -> None:
+    made, (half, rest) = tokens_of(b"\xe6\x97", b"\xa5\xe6\x97")
+    assert "".join(map(made.detokenizer([65], True).add, [half, *[rest] * 100])) == "日" * 100
 
 
 # --- OutputText ----------------------------------------------------------------------------------------
