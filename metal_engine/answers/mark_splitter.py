@@ -148,6 +148,8 @@ class MarkSplitter(Splitter):
         Return the deltas of the text before the mark.
         """
         before, self._text = self._text[:at], self._text[at + len(mark) :]
+        if self._calls_at_end is not None:
+            self._calls_at_end.forget()
         deltas = self._cross(before, mark)
         if self._state == "call":
             self._call_end = CallEnd(self._quotes, self._marks["call"])
@@ -268,20 +270,39 @@ class _CallsAtEnd:
         named = "|".join(map(re.escape, names))
         self._head = re.compile(rf"{re.escape(self._begin)}\s{{0,8}}(?:.{{0,30}}?[\"'=.:\[>])?(?:{named})\b", re.DOTALL)
         self._longest_head = len(self._begin) + 40 + max(map(len, names))
+        # Position of the last call within the calls that `find` has found; None if it has found none.
+        self._last: int | None = None
+
+    def forget(self) -> None:
+        """Record that the next text does not begin with the calls that were found."""
+        self._last = None
 
     def find(self, text: str) -> int:
         """Return the position from which a text consists only of calls. The last call may be incomplete.
 
         If the text does not end with a call, return the position of a suffix that may become an opening mark. Without
         such a suffix, return the length of the text.
+
+        If this method has found calls before, ``text`` must begin with them, after optional white space. They are not
+        searched again.
         """
+        start = len(text) - len(text.lstrip())
+        found, self._last = None if self._last is None else start + self._last, None
         at = text.rfind(self._begin)
         closed = text.find(self._end, at)
         is_call = at >= 0 and (len(text) - at < self._longest_head or self._head.match(text, at))
         if not is_call or (closed >= 0 and not self._begin.startswith(text[closed + len(self._end) :].strip())):
             return len(text) - overlap(text, self._begin)
-        while (before := text[:at].rstrip()).endswith(self._end) and (earlier := before.rfind(self._begin)) >= 0:
+        last = at
+        while at != found:
+            before = text[:at].rstrip()
+            earlier = before.rfind(self._begin) if before.endswith(self._end) else -1
+            if earlier < 0:
+                break
             at = earlier
+        else:
+            at = start
+        self._last = last - at
         return at
 
     def has_ended(self, text: str) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from metal_engine.answers import call_end
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.deltas import ArgumentsDelta, CallStart, TextDelta
-from metal_engine.answers.mark_splitter import MarkSplitter
+from metal_engine.answers.mark_splitter import MarkSplitter, _CallsAtEnd
 from metal_engine.settings.format_names import TOOL_PARSER_ALIASES, TOOL_PARSERS
 from tests.support.splitting import THINK, answer_format, cuts, deltas, run
 from tests.support.tool_formats import MALFORMED, RECORDED, TOOLS, TRAINS
@@ -213,6 +213,27 @@ def test_prose_about_calls_is_not_held_back_within_reasoning() -> None:
     assert splitter.add('\n<tool_call>{"name": "find_trains", "arguments": {"city": "') == []
     assert splitter.add('Rome"}}</tool_call>') == []
     assert splitter.add(" No.")[0].kind == "reasoning"  # type: ignore[union-attr]
+
+
+class CountedText(str):
+    """Text that counts its slices."""
+
+    num_slices = 0
+
+    def __getitem__(self, key: Any) -> str:
+        CountedText.num_slices += 1
+        return super().__getitem__(key)
+
+
+def test_calls_within_reasoning_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = _CallsAtEnd.find
+    monkeypatch.setattr(_CallsAtEnd, "find", lambda search, text: find(search, CountedText(text)))
+    monkeypatch.setattr(CountedText, "num_slices", 0)
+    text = f"\n<tool_call>{CALL}</tool_call>" * 100
+    splitter = MarkSplitter(answer_format("json_tools"), TOOLS, in_reasoning=True)
+    begun = [delta for place in range(0, len(text), 5) for delta in splitter.add(text[place : place + 5])]
+    assert begun == [] and CountedText.num_slices < len(text)
+    assert run(splitter, ["\n"])[2] == [TRAINS] * 100
 
 
 def test_a_string_without_an_end_does_not_hide_later_calls() -> None:
