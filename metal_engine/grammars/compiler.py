@@ -121,9 +121,9 @@ class GrammarCompiler:
                 whole output.
 
         Raises:
-            ParameterError: the grammar is invalid, too large, or has constraints that cannot be enforced; no process
-                can be started, or too many processes of other grammars run.
-            OverloadedError: too many other grammars wait to be compiled.
+            ParameterError: the grammar is invalid, too large, or has constraints that cannot be enforced.
+            OverloadedError: too many other grammars wait to be compiled, too many processes of other grammars run, or
+                no process can be started.
             Cancelled: the request was cancelled.
         """
         try:
@@ -184,7 +184,8 @@ class GrammarCompiler:
             self._is_closed = True
             self._kept.clear()
             for channel in self._compiling:
-                channel.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):  # on macOS, if the process has just ended
+                    channel.shutdown(socket.SHUT_RDWR)
         self._background.shutdown(wait=False, cancel_futures=True)
         self._process.close()
 
@@ -255,20 +256,18 @@ class GrammarCompiler:
         with self._lock:
             self._free_process()
             if self._num_processes >= _MAX_PROCESSES:
-                message = f"cannot be served now: {_MAX_PROCESSES} requests with other grammars are waiting or running"
-                raise ParameterError("structured_outputs", message)
+                raise OverloadedError(f"{_MAX_PROCESSES} requests with other grammars are waiting or running")
         try:
             channel = self._process.connect()
         except ForkError as error:
             self._check_wanted()
             logger.error("structured output is refused: the process for it cannot be started: %s", error)
-            message = f"cannot be served: the process that compiles grammars cannot be started: {error}"
-            raise ParameterError("structured_outputs", message) from error
+            raise OverloadedError(f"the process that compiles grammars cannot be started: {error}") from error
         with self._lock:
             self._compiling.add(channel)
         try:
             seconds, problem = _ask(channel, wanted)
-        except Cancelled:
+        except (Cancelled, OverloadedError):
             channel.close()
             raise
         finally:
@@ -294,11 +293,15 @@ def _ask(channel: socket.socket, wanted: bytes) -> tuple[float, str]:
         (:func:`unpack_compiled`).
 
     Raises:
+        OverloadedError: the process could not fork.
         Cancelled: the request was cancelled. The process runs until the caller closes the socket.
     """
     with contextlib.suppress(OSError):  # if the process has ended, the answer below is None
         channel.sendall(framed(wanted))
-    return unpack_compiled(receive_patiently(channel))
+    answer = receive_patiently(channel)
+    if answer is not None and answer[:1] not in b"+-":
+        raise OverloadedError(f"structured outputs {answer.decode()}")
+    return unpack_compiled(answer)
 
 
 def _wanted(params: StructuredOutputsParams) -> dict[str, Any]:
