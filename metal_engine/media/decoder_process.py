@@ -78,8 +78,8 @@ def _work(family: ImageProcessorFamily, data: bytes, max_tokens: int) -> tuple[d
     """Return the answer for an image, and the arrays that follow the answer.
 
     Raises:
-        ValueError: the file is not a usable image, or the image processor refuses it.
         _Refused: the image is too narrow.
+        Exception: the file is not a usable image, or the image processor fails. The type varies.
     """
     image = open_image(data)
     width, height = displayed_size(image)
@@ -110,7 +110,7 @@ def _content_hash(grid: Grid, arrays: dict[str, np.ndarray]) -> str:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Limit the CPU time of the work on an image, and convert ValueError to :class:`_Refused`.
+    """Limit the CPU time of the work on an image, and convert exceptions to :class:`_Refused`, except MemoryError.
 
     The kernel ends the process when the time is used up.
 
@@ -122,8 +122,11 @@ def _limited(seconds: float) -> Iterator[None]:
         yield
     except ImageFileError as error:
         raise _Refused(str(error)) from error
-    except ValueError as error:
-        raise _Refused(f"is refused by the model's image processor: {error}") from error
+    except (_Refused, MemoryError):
+        raise
+    except Exception as error:  # processors raise many types
+        problem = error if isinstance(error, ValueError) else repr(error)
+        raise _Refused(f"is refused by the model's image processor: {problem}") from error
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

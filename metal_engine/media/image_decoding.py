@@ -47,16 +47,16 @@ def open_image(data: bytes) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's own limit of pixels is lower
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        if isinstance(image, PngImageFile) and "transparency" in image.info:
+            factor = _GRAY_FACTORS.get(str(image.tile[0].args))
+            if factor is not None:
+                image.info["transparency"] *= factor  # Pillow scales the pixels only
     except UnidentifiedImageError as error:
         raise ImageFileError("is not a PNG, JPEG, WebP or GIF image, or its header is broken") from error
     except Image.DecompressionBombError as error:
         raise ImageFileError(f"has more than {MAX_PIXELS} pixels") from error
     except Exception as error:  # Pillow raises many types
         raise ImageFileError(f"has a broken header: {error}") from error
-    if isinstance(image, PngImageFile) and "transparency" in image.info:
-        factor = _GRAY_FACTORS.get(str(image.tile[0].args))
-        if factor is not None:
-            image.info["transparency"] *= factor  # Pillow scales the pixels only
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise ImageFileError(f"has {width} x {height} pixels; the limit is {MAX_PIXELS} pixels")

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -147,6 +148,13 @@ def test_images_that_are_too_narrow_for_the_model_are_refused(vision: VisionConf
     answers, _ = run_forked(encoded(picture(2000, 10)), vision=vision)
     problem = "has 2000 x 10 pixels: it is too narrow for the model's image processor"
     assert [json.loads(answer)["error"] for answer in answers] == [problem] * 2
+
+
+def test_any_error_of_an_image_processor_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_process, "_work", Mock(side_effect=KeyError("pixels")))
+    answers, status = run_forked(encoded(picture()))
+    problem = "is refused by the model's image processor: KeyError('pixels')"
+    assert [json.loads(answer)["error"] for answer in answers] == [problem] * 2 and status == 0
 
 
 @pytest.mark.parametrize("limit", ["image", "request"])

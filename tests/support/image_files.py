@@ -88,5 +88,9 @@ def hostile_files() -> dict[str, tuple[bytes, str]]:
             png_of(np.full((8, 8, 1), 9), 8, 3, png_chunk(b"PLTE", bytes(3)), png_chunk(b"tRNS", bytes(300))),
             "broken",
         ),
+        "transparency without pixels": (
+            png(64, 48)[:33] + png_chunk(b"tRNS", bytes(2)) + png_chunk(b"IEND", b""),
+            "broken",
+        ),
         "broken header": (b"\x89PNG\r\n\x1a\n" + b"\0" * 40, "broken"),
     }
