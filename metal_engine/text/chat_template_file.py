@@ -27,15 +27,15 @@ def read_chat_template(given: str) -> str:
     if "{{" not in given and "{%" not in given:
         try:
             text = Path(given).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        except (OSError, RuntimeError, UnicodeDecodeError) as error:  # RuntimeError: the user of ~ is unknown
+            reason = "not a text file" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", error)
             raise ConfigError("--chat-template", f"cannot read --chat-template {given}: {reason}") from error
     try:
         check_templates({"default": text})
         # Extensions that templates of published models use.
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
     except jinja2.TemplateSyntaxError as error:
-        if "generation" not in str(error):  # a tag that only transformers defines
+        if "unknown tag 'generation'" not in str(error):  # a tag that only transformers defines
             raise ConfigError("--chat-template", f"is not valid Jinja: line {error.lineno}: {error.message}") from error
     except RecursionError as error:
         raise ConfigError("--chat-template", "is nested too deeply") from error
