@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import certifi
 import pytest
 
 from metal_engine.media import fetch as module
@@ -188,6 +190,10 @@ def test_files_are_downloaded_over_tls(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.delenv("SSL_CERT_FILE")
         with pytest.raises(FetchError, match="certificate"):
             fetch(f"https://{HOST}:{server.server_port}/to", [HOST])
+        # Python without certificates of its own.
+        monkeypatch.setattr(ssl, "get_default_verify_paths", lambda: SimpleNamespace(cafile=None, capath=None))
+        monkeypatch.setattr(certifi, "where", lambda: str(cert))
+        assert fetch(f"https://{HOST}:{server.server_port}/to", [HOST]) == b"/a?b=c"
     finally:
         server.shutdown()
         server.server_close()
