@@ -9,12 +9,13 @@ _STRING = re.compile(r"""(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))
 _SCALAR = re.compile(r"[-+.0-9a-zA-Z]*")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 _NUMBER_BEGUN = re.compile(r"-?(0|[1-9]\d*)?((?<=\d)\.\d*)?((?<=\d)[eE][-+]?\d*)?", re.ASCII)
+_THREE_DIGITS = re.compile(r"\d{3}\Z")
 _LITERALS = ("true", "false", "null")
 _ESCAPE_BEGUN = re.compile(r"""\\(["\\/bfnrt]|u[0-9a-fA-F]{0,4})?""")
 
 
 class JSONObjectReader:
-    """Parser of one JSON object. Its time is linear in the number of characters, except within a long number.
+    """Parser of one JSON object. Its time is linear in the number of characters.
 
     Attributes:
         done: True if the object is complete.
@@ -26,7 +27,7 @@ class JSONObjectReader:
         self.bad = False
         self._open: list[str] = []  # expected closing brackets
         self._expects = "object"
-        self._begun = ""  # current incomplete scalar or escape
+        self._begun = ""  # current incomplete scalar or escape; a number has at most two digits of each run of digits
 
     def add(self, text: str) -> int:
         """Parse the next piece of text. Return the number of its characters that belong to the object.
@@ -121,7 +122,8 @@ class JSONObjectReader:
             if not (_NUMBER_BEGUN.fullmatch(longer) or any(word.startswith(longer) for word in _LITERALS)):
                 self.bad = True
                 return at
-            self._begun = longer
+            if not _THREE_DIGITS.search(longer):
+                self._begun = longer
             at += 1
         if at < len(text):
             if not (self._begun in _LITERALS or _NUMBER.fullmatch(self._begun)):

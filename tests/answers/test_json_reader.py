@@ -76,3 +76,13 @@ def test_what_is_taken_can_become_an_object(text: str) -> None:
 def test_what_is_no_object(text: str) -> None:
     taken, reader = read([text])
     assert reader.bad and not reader.done and taken < len(text)
+
+
+@pytest.mark.parametrize("number", ["{}", "-1{}.0{}e-0{}"])
+def test_long_numbers_are_read_once(number: str) -> None:
+    """A quadratic search would take minutes."""
+    text = '{"a": ' + number.replace("{}", "1" * 200_000)
+    taken, reader = read([*text, "}"])
+    assert (taken, reader.done, reader.bad) == (len(text) + 1, True, False)
+    taken, reader = read([*text, "x"])
+    assert (taken, reader.bad) == (len(text), True)
