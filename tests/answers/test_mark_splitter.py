@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pkgutil
 import re
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -261,6 +262,16 @@ def test_an_opening_of_no_tool_is_not_held_back() -> None:
     splitter = MarkSplitter(answer_format("qwen3_coder"), TOOLS)
     assert splitter.add("See <function=get_") == [TextDelta("content", "See")]
     assert splitter.add("news> here.") == [TextDelta("content", " <function=get_news> here.")]
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("pythonic", r"<|tool_call_start|>[find_trains(tags=['\d'])]<|tool_call_end|>"),
+    ("qwen3_coder", r"<tool_call><function=find_trains><parameter=tags>['\d']</parameter></function></tool_call>"),
+])  # fmt: skip
+def test_unknown_escapes_are_not_logged(name: str, text: str) -> None:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        calls = run(MarkSplitter(answer_format(name), TOOLS), [text])[2]
+    assert calls == [("find_trains", {"tags": [r"\d"]})] and not caught
 
 
 @pytest.mark.parametrize("quoted", ["'\\", '"\\', "'", '"\\"'])

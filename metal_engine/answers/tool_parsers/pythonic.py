@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from typing import Any
 
 from metal_engine.answers.tool_parsers.json_calls import JSON_CALLS
@@ -37,9 +38,10 @@ class PythonicCalls:
         if text.lstrip("[ \t\r\n").startswith("{"):
             return JSON_CALLS.parse_tool_call(text)
         source = _STRING.sub(_escaped, text.strip())
-        if self._has_lines:
-            return [_call(statement.value) for statement in map(_expression, ast.parse(source).body)]
-        parsed = ast.parse(source, mode="eval").body
+        with warnings.catch_warnings(action="ignore"):  # an unknown escape would be written to stderr
+            parsed = ast.parse(source) if self._has_lines else ast.parse(source, mode="eval").body
+        if isinstance(parsed, ast.Module):
+            return [_call(statement.value) for statement in map(_expression, parsed.body)]
         if not isinstance(parsed, ast.List):
             raise ValueError("the text is not a Python list")
         return [_call(node) for node in parsed.elts]

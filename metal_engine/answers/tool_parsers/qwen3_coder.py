@@ -13,6 +13,7 @@ import ast
 import json
 import math
 import re
+import warnings
 from typing import Any
 
 _FUNCTION = re.compile(r"<function=\s*([^\s<>]+)\s*>")
@@ -144,7 +145,8 @@ def _typed(text: str, schema: Any) -> Any:
         return stripped.lower() == "true"
     for read in (json.loads, ast.literal_eval):
         try:
-            value = read(stripped)
+            with warnings.catch_warnings(action="ignore"):  # an unknown escape would be written to stderr
+                value = read(stripped)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             continue
         if isinstance(value, float) and value.is_integer() and "integer" in kinds:
