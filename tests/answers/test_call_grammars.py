@@ -10,6 +10,8 @@ import jsonschema
 import pytest
 
 from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.call_syntaxes import lark
+from metal_engine.answers.call_syntaxes.tool_schemas import tool_schemas
 from metal_engine.answers.format_phases import call_phase
 from metal_engine.answers.harmony import HarmonySplitter, harmony_format
 from metal_engine.answers.mark_splitter import MarkSplitter
@@ -110,3 +112,11 @@ def test_values_with_the_texts_of_special_tokens(name: str, kind: str) -> None:
             for parts in ([phase.triggers[0].mark + rest], list(phase.triggers[0].mark + rest)):
                 content, _, calls, _ = run(splitter(name, tools), parts)
                 assert (content, calls) == ("", [("f", {"x": value})])
+
+
+def test_a_rule_that_was_too_long_is_defined_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lark, "_MAX_LENGTH", 50)
+    rules, (tool,) = lark.Rules(), tool_schemas([{"function": {"name": "f"}}])
+    assert rules.arguments(tool, lambda given: "open" if given is tool.opened else rules.rule('"a"' * 20)) == "r2"
+    name = rules.rule('"a"' * 20)
+    assert name != "r2" and f"\n{name}: " in rules.trigger("<call>", "r2").grammar

@@ -158,11 +158,11 @@ class Rules:
     def _shared(self, prefix: str, definition: str, attributes: str = "") -> str:
         key = prefix + attributes + definition
         if key not in self._names:
-            name = f"{prefix}{len(self._named)}"
-            self._names[key] = name
             self._length += len(definition)
             if self._is_limited and self._length > _MAX_LENGTH:
                 raise NotExpressibleError
+            name = f"{prefix}{len(self._named)}"
+            self._names[key] = name
             self._named[name + attributes] = definition
         return self._names[key]
 
