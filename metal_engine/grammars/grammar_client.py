@@ -101,6 +101,7 @@ class CompiledGrammar:
         self._has_logged = False  # True after the log message about missing masks for drafts
         self.needs_replacement = False
         self.num_restarts = 0
+        self._problem = _TOO_COMPLEX  # why the last process has ended, as far as is known
 
     def _set_channel(self, channel: socket.socket) -> None:
         channel.setblocking(False)
@@ -137,9 +138,11 @@ class CompiledGrammar:
         """Start a new process, which compiles the grammar again. The first answer is the result of the compilation."""
         try:
             self._set_channel(self._reopen())
-        except ForkError:
+        except ForkError as error:
             self._is_open = False
+            self._problem = f"its grammar cannot continue: no process can be started: {error}"
             return
+        self._problem = _TOO_COMPLEX
         self._asked.appendleft(_COMPILING)
 
     def restart(self, num_restarts: int) -> None:
@@ -157,7 +160,7 @@ class CompiledGrammar:
             return
         self.needs_replacement = True
         if num_restarts >= _MAX_RESTARTS:
-            raise ValueError(_TOO_COMPLEX)
+            raise ValueError(self._problem)
         logger.warning("the process of a grammar has ended under %d outputs; a new one continues them", self._num_live)
         self.num_restarts += 1
         self._drop_messages()
