@@ -75,9 +75,9 @@ class CallEnd:
                 self._state = "string" if self._state == "json" else "json"
 
     def unclosed_mark(self) -> tuple[int, str] | None:
-        """Return position and text of the first mark within the quoted part that is open at the end of the text.
+        """Return position and text of the first mark in the quoted part at the end of the text, if the part is open.
 
-        Return None if no quoted part is open, or if the part has no mark.
+        Otherwise, return None.
         """
         return None if self._state == "after" else self._first_mark
 

@@ -270,7 +270,7 @@ class _CallsAtEnd:
         named = "|".join(map(re.escape, names))
         self._head = re.compile(rf"{re.escape(self._begin)}\s{{0,8}}(?:.{{0,30}}?[\"'=.:\[>])?(?:{named})\b", re.DOTALL)
         self._longest_head = len(self._begin) + 40 + max(map(len, names))
-        # Position of the last call within the calls that `find` has found; None if it has found none.
+        # Position of the last found call, from the start of the first found call. None after text without calls.
         self._last: int | None = None
 
     def forget(self) -> None:

@@ -184,7 +184,7 @@ class GrammarCompiler:
             self._is_closed = True
             self._kept.clear()
             for channel in self._compiling:
-                with contextlib.suppress(OSError):  # on macOS, if the process has just ended
+                with contextlib.suppress(OSError):  # raised on macOS if the process has ended
                     channel.shutdown(socket.SHUT_RDWR)
         self._background.shutdown(wait=False, cancel_futures=True)
         self._process.close()

@@ -101,7 +101,7 @@ class CompiledGrammar:
         self._has_logged = False  # True after the log message about missing masks for drafts
         self.needs_replacement = False
         self.num_restarts = 0
-        self._problem = _TOO_COMPLEX  # why the last process has ended, as far as is known
+        self._problem = _TOO_COMPLEX  # error message of outputs if the process ends again
 
     def _set_channel(self, channel: socket.socket) -> None:
         channel.setblocking(False)

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 _CONTEXT_TOKENS = 4
 # A character has at most four bytes, so a prompt can end with at most three tokens of an incomplete character.
 _MAX_INCOMPLETE_TOKENS = 3
-# Maximum number of tokens whose text is held back. More tokens are bytes of which no character can come.
+# Maximum number of tokens whose text is held back. More tokens are invalid bytes.
 _MAX_HELD_TOKENS = 32
 
 _INCOMPLETE = "\ufffd"  # output of a decoder for bytes that are not a whole character
@@ -68,7 +68,7 @@ class Detokenizer:
 
     def add(self, token_id: int) -> str:
         """Return the whole characters that ``token_id`` completes; an empty string if it completes none."""
-        if token_id in self._skipped:  # the stream would keep it, and decode it again with each later token
+        if token_id in self._skipped:  # the stream would decode the skipped token again in each later step
             return ""
         try:
             text = self._stream.step(self._backend, token_id)
@@ -97,7 +97,7 @@ class Detokenizer:
         new, self._shown = whole[len(self._shown) :], max(self._shown, whole, key=len)
         if len(self._held) <= _MAX_HELD_TOKENS:
             return new
-        # Invalid bytes: show them, except bytes at the end with which a character can still begin.
+        # Return the replacement characters of invalid bytes. The last bytes may still become a character.
         last = self._held[-_MAX_INCOMPLETE_TOKENS:]
         self._held, self._shown, self._stream = [], "", self._new_stream()
         for token_id in last:

@@ -109,7 +109,7 @@ def test_closing_ends_compiling_and_every_process() -> None:
     compiler.compile(StructuredOutputsParams(regex="a"))
     asker = Asker(compiler)
     wait_until(lambda: len(descendants() - before) == 3, "the tokenizer's process and two grammars'")
-    with socket.socket() as ended:  # on macOS, the socket to a process that has just ended is not connected
+    with socket.socket() as ended:  # unconnected, as on macOS after the end of a process
         compiler._compiling.add(ended)
         compiler.close()
     asker.join(60)
