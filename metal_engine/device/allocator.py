@@ -21,9 +21,8 @@ _SETTINGS = {
 
 
 def _has_own_settings() -> bool:
-    is_glibc = (
-        sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
-    )  # elsewhere, it would read the whole Python
+    # On other systems, libc_ver would read the whole Python.
+    is_glibc = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
     return not is_glibc or any(name in os.environ for name in VARIABLES)
 
 
