@@ -57,7 +57,7 @@ class AnswerReader:
         Args:
             token_ends: end positions of the tokens, as in :class:`metal_engine.request.RequestOutput`.
             finish_reason: reason for the end of the output; None if more text follows. After ``length``, an incomplete
-                call is not parsed.
+                call becomes content, or keeps incomplete arguments if it is forced or was streamed.
         """
         deltas = self._splitter.add(text)
         if self._bounds:

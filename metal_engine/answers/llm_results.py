@@ -75,7 +75,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True)
 class EmbeddingResult:
-    """Prompt and its embedding vector, ``outputs.embedding``. The class name is vLLM's."""
+    """Prompt and its embedding vector, which is ``outputs.embedding`` as in vLLM."""
 
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput

@@ -64,7 +64,7 @@ class CheckpointDetails:
 
     @property
     def context_length(self) -> int | None:
-        """Context length in the configuration, in tokens; None if the configuration lacks it."""
+        """Context length in the configuration, in tokens; None if the configuration lacks it or is not known."""
         if self.requirements is None:
             return None
         return metadata.context_length(self.requirements.config.get("text_config") or self.requirements.config)

@@ -85,7 +85,7 @@ class Transport(TokenEngine, Protocol):
         """
 
     def watch(self, on_frame: FrameSink | None) -> None:
-        """Set the callback for frames from the next step on. None turns frames off.
+        """Set the callback for frames (:class:`Frame`) from the next step on. None turns frames off.
 
         The callback runs in another thread and must not block.
         """

@@ -47,7 +47,7 @@ class CallGrammar:
 
     @property
     def num_arguments(self) -> int:
-        """Number of rules for the arguments of a tool."""
+        """Number of rules for arguments, of all tools together."""
         return len(self._arguments)
 
     def tool(self, index: int) -> str:

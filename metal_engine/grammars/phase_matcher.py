@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 class PhaseRules:
     """Rules of an output's phases for one vocabulary. Implements :class:`metal_engine.token_rules.Grammar`.
 
+    Reasoning and content are free phases: any text is allowed until a mark ends the phase.
+
     Attributes:
         begins_in: phase at the start of the output.
         marks: marks that end each free phase.

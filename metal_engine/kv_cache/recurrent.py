@@ -78,8 +78,8 @@ class StateTransferPlan:
     def has_copies(self) -> bool:
         """True if the step copies states.
 
-        False if no row of a pending array is written to the pool, and each group uses one whole pending array or starts
-        from a zero state.
+        False if no pending state is written to the pool, and the initial states of each group of segments are either
+        zero or exactly one array of pending states.
         """
         whole = (runs is None or (len(runs) == 1 and runs[0].index is None) for runs in self.taken)
         return self.slots is not None or not all(whole)

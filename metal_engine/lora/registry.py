@@ -144,7 +144,10 @@ class AdapterRegistry:
 
     @staticmethod
     def _put_piece(parts: Iterator[int], run: RunInEngine) -> None:
-        """Copy weights into their slot, about ``_PIECE_BYTES`` bytes between two steps."""
+        """Copy all weights into their slot, in pieces of about ``_PIECE_BYTES`` bytes.
+
+        ``run`` copies each piece between two steps.
+        """
         is_done = False
 
         def put_some() -> None:

@@ -203,7 +203,7 @@ class _Work:
         return self._channel
 
     def close(self) -> None:
-        """End the turn and the fork, if there is one."""
+        """Give up the turn in the queue, and end the process that decodes if it was started."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()

@@ -25,11 +25,12 @@ class LoadedImage:
     """Image whose number of tokens is known.
 
     Attributes:
-        content_hash: hash of the grid and the inputs; empty if the inputs have never been computed.
+        content_hash: hash of the grid and the inputs. May be empty if ``inputs`` is None.
         grid: numbers that determine the image's tokens, as in
             :class:`metal_engine.media.families.base.ImageProcessorFamily`.
         inputs: inputs of the vision encoder by name. None if only the header was read, because the images of the
-            request have too many tokens or only their number is needed, or if the store has dropped the inputs.
+            request have too many tokens, or because the request only counts tokens. Also None if the store has dropped
+            the inputs.
     """
 
     content_hash: bytes

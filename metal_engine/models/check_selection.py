@@ -36,8 +36,9 @@ class SelectionCheck:
         paged: model to check.
 
     Attributes:
-        worst: largest difference between scores of keys that only one side selects, relative to the size of the row's
-            scores. Infinite if a row selects too few or too many keys, or keys after the row.
+        worst: largest difference between the score of a key that only one side selects and the score of a key that
+            only the other side selects, relative to the size of the row's scores. Infinite if a row selects too few or
+            too many keys, or keys after the row.
     """
 
     def __init__(self, paged: PagedModel) -> None:

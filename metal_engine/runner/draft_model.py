@@ -4,7 +4,7 @@ Its KV occupies the same slots as the target's KV, in separate arrays. Before th
 draft model computes the tokens that lack its KV, and the first draft. Each further draft takes one forward::
 
     tokens     t0 ... t5 | t6  t7 |                    t6, t7: new since its last step
-    forward 1              t6  t7      -> d0           (if it misses more tokens: a chunk)
+    forward 1              t6  t7      -> d0           (a chunk, if the KV of many tokens is missing)
     forward 2                      d0  -> d1
     target                     t7  d0  d1              writes to the same slots of the target's arrays
 

@@ -79,7 +79,7 @@ class FeatureCache:
         """Return the features of a step's rows; None if no row has features.
 
         Raises:
-            ValueError: the features are not kept.
+            ValueError: the cache has not kept the features of a row.
         """
         if images is None:
             return None

@@ -79,8 +79,8 @@ class ImagePlanner:
     def max_chunk_tokens(self, request: Request, num_computed: int) -> int:
         """Claim the images in the next chunk of a running request. Return how many tokens the chunk may have.
 
-        The chunk ends before the first image whose features do not fit into this step. Every claimed image is encoded
-        in this step, even if the chunk turns out shorter and does not reach the image.
+        The chunk ends before the first image whose features do not fit into this step. Every claimed image without
+        features is encoded in this step, even if the chunk turns out shorter and does not reach the image.
 
         Returns ``request.num_tokens``, which limits nothing, if the features of all images within reach fit. Returns 0,
         and releases all images of the request, if the features for the smallest possible chunk do not fit.

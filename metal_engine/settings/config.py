@@ -300,11 +300,11 @@ class AttentionLayers:
 
 @dataclass(frozen=True)
 class CommandBufferLimits:
-    """Maximum size of a Metal command buffer before MLX commits it.
+    """Limits on a Metal command buffer. MLX commits a buffer that exceeds one of them.
 
     Attributes:
         max_ops: number of kernels; None for MLX's own limit.
-        max_mb: number of array elements in units of 2**20; None for MLX's own limit.
+        max_mb: number of array elements, in units of 2**20, although the name says megabytes; None for MLX's own limit.
     """
 
     max_ops: int | None

@@ -286,7 +286,7 @@ class ControlTokens:
 
 @dataclass(frozen=True)
 class _Hidden:
-    """Signs, and their stand-ins in the same order.
+    """Texts of control tokens (signs), and the stand-ins for them, in the same order.
 
     ``hide`` replaces the signs in a text by stand-ins. ``shown`` replaces the stand-ins in a text by signs.
     """

@@ -1,7 +1,8 @@
 """Changes the kernels of recurrent layers in one place at a time and tests whether the checks detect it.
 
 ``python -m tools.metal_sim.recurrence_mutants`` runs all mutants; a number runs that one. A mutant counts as caught
-when a step in the simulator raises, differs from the float64 reference, or does not move each state exactly once.
+when a step in the simulator raises, differs from the float64 reference, or does not read
+and write each state exactly once.
 """
 
 from __future__ import annotations

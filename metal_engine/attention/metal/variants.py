@@ -109,15 +109,18 @@ class AttentionShape:
 class KernelVariant:
     """Division of a shape's work in the kernel. The fields are template arguments, in lower case.
 
+    A work item with few row fragments is *direct*: its SIMD groups load keys from the cache themselves. Other items are
+    *staged*: their SIMD groups share keys in threadgroup memory.
+
     Attributes:
         strips: maximum number of row fragments of a direct item.
         parts: number of SIMD groups that share the columns of a direct item.
         held: number of key fragments that a SIMD group loads together.
         k_columns: number of columns of a key that a lane loads at a time.
-        rest_columns: number of columns of a latent's position part that a lane loads at a time.
+        rest_columns: number of columns of the rotary part of a latent's key that a lane loads at a time.
         v_columns: number of columns of a value that a lane loads at a time.
         staged_parts: number of SIMD groups that share the columns of a staged item; 0 if no item is staged.
-        bk: step of splits in keys. A split starts a multiple of ``bk`` keys after the first key of its tile. Without
+        bk: number of keys. A split starts a multiple of ``bk`` keys after the first key of its tile. Without
             tensor operations, a stage has :func:`stage_keys` keys, which may be fewer.
     """
 

@@ -27,7 +27,7 @@ def exp2(x: mx.array) -> mx.array:
     """Return 2^x for float32 x in [-126, 126], with a relative error of 3e-7.
 
     MLX's CPU backend computes exp and power one element at a time (12 and 4 ns each), but vectorizes add, multiply and
-    shift. The sixteen operations of the polynomial take 2 ns together while the array stays in the cache.
+    shift. The operations of this function take 2 ns together while the array stays in the cache.
     """
     rounded = x + _ROUND
     fraction = x - (rounded - _ROUND)

@@ -34,7 +34,9 @@ class DraftModelProposer(PredictedTextProposer):
 
 
 class HeadProposer(NgramProposer):
-    """Proposer of drafts from a predicted text or by prompt lookup, or else of drafts that the draft head fills in.
+    """Proposer for a draft head. Drafts come from a predicted text, from prompt lookup, or from the head.
+
+    Drafts of the head are placeholders, which the runner fills in.
 
     A request uses prompt lookup if its lookups are estimated to be accepted at least as often as drafts of the head.
     """

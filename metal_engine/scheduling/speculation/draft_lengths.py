@@ -83,10 +83,11 @@ def choose_lengths(
         acceptances: probability that a draft of the request is accepted if the tokens before the draft are right.
         limits: maximum number of drafts of the request.
         num_sampling: number of tokens that the step yields without drafts.
-        times: result of :meth:`StepTimes.times`, indexed by the step's number of drafts, up to the maximum number.
+        times: result of :meth:`StepTimes.times`: seconds of the step for each total number of drafts from 0 on. Not
+            empty. Its last index is the maximum total number.
         draft_seconds: time to compute one draft for each request before the step, in seconds.
-        num_again: number of rows that the next step recomputes if a draft is rejected, in addition to the accepted
-            drafts. None if nothing is recomputed.
+        num_again: number of rows that the next step recomputes after a rejected draft, not counting the rows of the
+            accepted drafts. None if nothing is recomputed.
         chances: probability that the guesses for tokens in flight, which precede the request's drafts, are right. None
             means 1.
         catching_up: additional seconds that the request's first draft costs. None means 0.

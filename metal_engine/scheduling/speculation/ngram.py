@@ -35,8 +35,8 @@ class NgramIndex:
         min_tokens: number of tokens that must match.
         max_tokens: maximum number of tokens to compare.
         num_tokens: current length of the sequence. The number of buckets is the next power of two, between
-            ``_MIN_BUCKETS`` and ``_MAX_BUCKETS``. The index is outgrown once it has more places than buckets: its
-            chains get long, and the caller should create a new index.
+            ``_MIN_BUCKETS`` and ``_MAX_BUCKETS``. With more places than buckets, the index is outgrown: its
+            chains get long, and the caller should create a new index. An index of ``_MAX_BUCKETS`` is never outgrown.
     """
 
     def __init__(self, min_tokens: int, max_tokens: int, num_tokens: int) -> None:

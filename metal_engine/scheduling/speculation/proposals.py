@@ -237,13 +237,13 @@ class Proposals:
     def record_untried(self, request: Request, drafts: list[int]) -> None:
         """Record the first of a request's unused drafts, to compare the draft with the token that is generated.
 
-        Drafts that the runner would fill in are ignored.
+        Placeholders of drafts that the runner computes are ignored.
         """
         if drafts and drafts[0] != UNKNOWN_DRAFT:
             self._noted[request.request_id] = request.num_tokens, drafts[0]
 
     def record_untried_drafts(self, others: list[Request]) -> None:
-        """Call :meth:`record_untried` with the next draft of up to ``_MAX_NOTED`` requests, in rotation."""
+        """Call :meth:`record_untried` for up to ``_MAX_NOTED`` requests. The next call goes on after them."""
         for i in range(min(_MAX_NOTED, len(others))):
             request = others[(self._rotation + i) % len(others)]
             self.record_untried(request, self._drafts(request, 1))

@@ -28,7 +28,7 @@ class Launch:
         simds: SIMD groups of a threadgroup.
         resident: threadgroups that a core has room for.
         memory: bytes that cross the memory's bus.
-        last_level: bytes that cross the system level cache only.
+        last_level: bytes that come from the system level cache, without memory.
         cache: bytes that cores read from their shared cache.
         threadgroup_memory: bytes that cores read and write in threadgroup memory.
     """
