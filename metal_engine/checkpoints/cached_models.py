@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from metal_engine.checkpoints.demo import demo_path
 from metal_engine.checkpoints.hub.repository import cache_folder, cached_repos
+from metal_engine.checkpoints.metadata import weight_files
 from metal_engine.checkpoints.model_names import DEMO_MODEL, HubName, did_you_mean, gguf_models, parse_hub_name
 from metal_engine.errors import ModelLoadError, one_line
 
@@ -23,10 +24,11 @@ class CachedModel:
         name: name for the `serve` command.
         path: directory or GGUF file of the model.
         commit: commit of the repository; None for the demo model.
-        size: size on disk in bytes.
+        size: size on disk in bytes, with all files of a split GGUF model.
         last_used: latest access time of its files, in seconds since the epoch. File systems that do not record reads
             give the time of the download.
-        is_complete: True for a GGUF file, and for a model with weights whose repository has no unfinished download.
+        is_complete: True for a GGUF file, and for a model with weights, unless its repository has an unfinished
+            download and the model lacks files.
     """
 
     name: str
@@ -78,7 +80,6 @@ def _models(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> list[CachedMo
         else f"{repo.repo_id}@{(*refs, revision.commit_hash)[0]}"
     )
     files = {str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files}
-    partial = any((repo.repo_path / "blobs").glob("*.incomplete"))
     ggufs = [] if "config.json" in files else gguf_models(list(files))
     if ggufs:
         return [
@@ -86,18 +87,33 @@ def _models(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> list[CachedMo
                 f"{name}:{model.quantization}" if model.quantization else name,
                 files[model.name].file_path,
                 revision.commit_hash,
-                files[model.name].size_on_disk,
+                sum(files[name].size_on_disk for name in model.files),
                 files[model.name].blob_last_accessed,
             )
             for model in ggufs
         ]
     has_weights = any(file.endswith(".safetensors") for file in files)
-    if not has_weights and not partial:
+    partial = _partial_bytes(repo)
+    if not has_weights and partial is None:
         return []  # only a tokenizer, or files of another library
-    size = revision.size_on_disk + sum(part.stat().st_size for part in (repo.repo_path / "blobs").glob("*.incomplete"))
-    complete = has_weights and not partial
+    # The partial files may belong to another revision, or be left over from a download that began again.
+    complete = has_weights and (partial is None or _has_all_weights(revision.snapshot_path))
+    size = revision.size_on_disk + (0 if complete else partial or 0)
     last_used = max((file.blob_last_accessed for file in revision.files), default=repo.last_accessed)
     return [CachedModel(name, revision.snapshot_path, revision.commit_hash, size, last_used, complete)]
+
+
+def _partial_bytes(repo: CachedRepoInfo) -> int | None:
+    """Return the size of a repository's unfinished downloads in bytes; None if it has none."""
+    sizes = [part.stat().st_size for part in (repo.repo_path / "blobs").glob("*.incomplete")]
+    return sum(sizes) if sizes else None
+
+
+def _has_all_weights(folder: Path) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except ModelLoadError:
+        return False
 
 
 def find_cached(name: str, download_dir: str | None) -> CachedModel | None:
@@ -145,7 +161,7 @@ class Removal:
 
 
 def plan_removal(name: str, download_dir: str | None) -> Removal:
-    """Plan the removal of a repository, one of its revisions, or one GGUF file. Removes nothing yet.
+    """Plan the removal of a repository, one of its revisions, or one GGUF model. Removes nothing yet.
 
     The removal deletes links, and keeps their targets outside the cache, as in ``huggingface_hub``.
 
@@ -181,10 +197,10 @@ def plan_removal(name: str, download_dir: str | None) -> Removal:
         raise ModelLoadError(f"{repo.repo_id} has no revision {wanted.revision!r} in the cache; there are {there}")
     if wanted.quantization is None:
         strategy = cache.delete_revisions(*(revision.commit_hash for revision in revisions))
-        left = sum(part.stat().st_size for part in (repo.repo_path / "blobs").glob("*.incomplete"))
-        return Removal(name, strategy.expected_freed_size + left, strategy)
+        return Removal(name, strategy.expected_freed_size + (_partial_bytes(repo) or 0), strategy)
     files = [file for revision in revisions for file in revision.files]
-    labels = {model.name: model.quantization for model in gguf_models([file.file_name for file in files])}
+    models = gguf_models([file.file_name for file in files])
+    labels = {name: model.quantization for model in models for name in model.files}
     chosen = [file for file in files if labels.get(file.file_name) == wanted.quantization.upper()]
     if not chosen:
         there = ", ".join(sorted(set(labels.values()))) or "none"

@@ -14,7 +14,9 @@ _HUB_NAME = re.compile(r"(?P<repo>[^@:]+)(?:@(?P<revision>[^@:]+))?(?::(?P<quant
 _QUANTIZATION = re.compile(
     r"(?<![a-z0-9])(?:UD-)?(?:I?Q[1-8]_[a-z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|BF16|F16|F32)(?![a-z0-9_])", re.IGNORECASE
 )
-_SPLIT_PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
+_SPLIT_PART = re.compile(r"-(\d{5})(-of-(\d{5}))(?=\.gguf$)", re.IGNORECASE)
+# File names of image encoders and importance matrices, e.g. `mmproj-F16.gguf` and `M.imatrix.gguf`, and hidden files.
+_NO_MODEL = re.compile(r"\.|imatrix|.*imatrix\.gguf$|(?:.*[^a-z0-9])?mmproj", re.IGNORECASE)
 # Default for a name without a quantization, if the repository has only GGUF files.
 DEFAULT_QUANTIZATION = "Q4_K_M"
 
@@ -93,28 +95,33 @@ class GgufFile:
     Attributes:
         name: name of the file in the repository, or of the first file if the model is split.
         quantization: quantization in the file's name, in upper case; "" if the name has none.
-        num_parts: number of files.
+        num_parts: number of files of the whole model.
+        files: names of its files in the repository. Some files of a split model may be missing.
     """
 
     name: str
     quantization: str
     num_parts: int
+    files: tuple[str, ...]
 
 
 def gguf_models(names: list[str]) -> list[GgufFile]:
     """Return the GGUF models among the files of a repository, sorted by name. A split model is one model.
 
-    Files whose names begin with ``mmproj`` (image encoders) or ``imatrix`` (importance matrices) are not models.
+    Image encoders (``mmproj``), importance matrices (``imatrix``), hidden files, and split models without their first
+    file are left out.
     """
-    found = []
+    of_model: dict[str, list[str]] = {}
     for name in sorted(names):
-        base = name.rpartition("/")[2]
-        part = _SPLIT_PART.search(base)
-        if not is_gguf(base) or base.lower().startswith(("mmproj", "imatrix")):
-            continue
-        if part is None or int(part[1]) == 1:
-            labels = _QUANTIZATION.findall(_SPLIT_PART.sub("", base)[: -len(".gguf")])
-            found.append(GgufFile(name, labels[-1].upper() if labels else "", int(part[2]) if part else 1))
+        if is_gguf(name) and not _NO_MODEL.match(name.rpartition("/")[2]):
+            of_model.setdefault(_SPLIT_PART.sub(r"-00001\2", name), []).append(name)
+    found = []
+    for name, files in of_model.items():
+        if name in files:
+            labels = _QUANTIZATION.findall(_SPLIT_PART.sub("", name.rpartition("/")[2])[: -len(".gguf")])
+            part = _SPLIT_PART.search(name)
+            num_parts = int(part[3]) if part else 1
+            found.append(GgufFile(name, labels[-1].upper() if labels else "", num_parts, tuple(files)))
     return found
 
 

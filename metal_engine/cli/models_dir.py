@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from metal_engine.checkpoints.model_names import is_gguf
+from metal_engine.checkpoints.model_names import gguf_models, is_gguf
 from metal_engine.cli.early_checks import check_engine_args
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
@@ -48,13 +48,14 @@ def find_several(
 def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
     """Return the paths of the models in a folder by name.
 
-    A model is a folder with a ``config.json``, or a ``.gguf`` file, in the folder itself or one level below. Names are
-    ``model`` and ``folder/model``, without ``.gguf``.
+    A model is a folder with a ``config.json``, or a GGUF model (:func:`gguf_models`), in the folder itself or one level
+    below. Names are ``model`` and ``folder/model``, without ``.gguf``.
 
-    Skips hidden entries, unreadable entries, and entries whose name is not UTF-8 or is not a valid name of a model.
+    Skips hidden entries, unreadable entries, entries whose name is not UTF-8 or is not a valid name of a model, and a
+    GGUF file beside a folder with the same model's name.
 
     Args:
-        warns: True to log the skipped entries, except hidden ones.
+        warns: True to log the skipped entries, except hidden ones and GGUF files that are not models.
 
     Raises:
         ConfigError: the path is not a readable folder.
@@ -66,9 +67,10 @@ def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
     found: dict[str, Path] = {}
     passed_over: list[str] = []
     for path in paths:
-        found |= _model_at(path, path.name, passed_over)
-        for inner in _below(path, passed_over):
-            found |= _model_at(inner, f"{path.name}/{inner.name}", passed_over)
+        for inner in (path, *_below(path, passed_over)):
+            for name, model in _model_at(inner, str(inner.relative_to(path.parent)), passed_over).items():
+                if found.setdefault(name, model) is not model:
+                    passed_over.append(f"{str(model)!a}: {found[name]} has the same name")
     if passed_over and warns:
         logger.warning("skipping entries of --models-dir: %s", "; ".join(dict.fromkeys(passed_over)))
     return found
@@ -93,6 +95,8 @@ def _model_at(path: Path, name: str, passed_over: list[str]) -> dict[str, Path]:
         return {}
     try:
         if is_gguf(path) and path.is_file():
+            if not gguf_models([path.name]):
+                return {}
             name = name[: -len(".gguf")]
         elif not (path / "config.json").is_file():
             return {}

@@ -38,6 +38,9 @@ FILES = [
     "BF16/Llama-3.2-1B-Instruct-BF16-00001-of-00002.gguf",
     "BF16/Llama-3.2-1B-Instruct-BF16-00002-of-00002.gguf",
     "mmproj-F16.gguf",
+    "Llama-3.2-1B-Instruct.mmproj-Q8_0.gguf",
+    "Llama-3.2-1B-Instruct.imatrix.gguf",
+    "._llama-3.2-1b-instruct-q8_0.gguf",
 ]
 
 
@@ -45,6 +48,7 @@ def test_quantizations_in_names_of_files() -> None:
     found = {model.quantization: (model.name, model.num_parts) for model in gguf_models(FILES)}
     assert sorted(found) == ["BF16", "F16", "IQ4_XS", "Q4_K_M", "Q4_K_S", "Q8_0", "UD-Q2_K_XL"]
     assert found["BF16"] == (FILES[7], 2)
+    assert next(model.files for model in gguf_models(FILES) if model.num_parts > 1) == (FILES[7], FILES[8])
     assert [model.quantization for model in gguf_models(["model.gguf", "SmolLM2.Q4_1.gguf"])] == ["Q4_1", ""]
 
 
@@ -67,7 +71,7 @@ def test_a_quantization_chooses_a_file() -> None:
 @pytest.mark.parametrize(
     ("name", "files", "message"),
     [
-        ("o/x:Q5_K_M", FILES, r"no Q5_K_M GGUF file; there are BF16 \(1.00 GiB\), IQ4_XS .*Q4_K_M"),
+        ("o/x:Q5_K_M", FILES, r"no Q5_K_M GGUF file; there are BF16 \(2.00 GiB\), IQ4_XS .*Q4_K_M"),
         ("o/x:Q4_K", FILES, "no Q4_K GGUF file"),
         ("o/x", [*FILES[2:]], "no Q4_K_M GGUF file, the default for a name without a quantization; there are .*Q4_K_S"),
         ("o/x:bf16", FILES, "one of 2 parts.*there are .*Q8_0"),

@@ -179,7 +179,8 @@ def test_folders_that_are_passed_over(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text("{}")
     (tmp_path / os.fsdecode(b"caf\xe9.gguf")).touch()
-    (tmp_path / "upper.GGUF").touch()
+    for file in ("upper.GGUF", "good.gguf", "mmproj-F16.gguf", "x-00001-of-00002.gguf", "x-00002-of-00002.gguf"):
+        (tmp_path / file).touch()
     stat = Path.stat
 
     def refuse(path: Path, **options: Any) -> os.stat_result:
@@ -189,10 +190,13 @@ def test_folders_that_are_passed_over(
         return stat(path, **options)
 
     monkeypatch.setattr(Path, "stat", refuse)
-    assert models_in(tmp_path).keys() == {"good", "org/in", "half/in", "upper"}
+    found = models_in(tmp_path)
+    assert found.keys() == {"good", "org/in", "half/in", "upper", "x-00001-of-00002"}
+    assert found["good"] == tmp_path / "good"
     (line,) = caplog.messages
     assert line.isascii() and line.isprintable()
     wanted = ["caf\\udce9'", "caf\\udce9.gguf'", "caf\\udce8 org/in'", "/closed'", "half/closed'", "Permission denied"]
+    wanted.append("good.gguf': ")
     for part in (*wanted, "bad\\nname' has the character U+000A"):
         assert line.count(part) >= 1, part
     assert models_in(tmp_path, warns=False) and len(caplog.messages) == 1

@@ -49,7 +49,9 @@ def choose_gguf(name: HubName, files: list[str], sizes: Callable[[str], int]) ->
         return None
     found = matching_ggufs(models, name.quantization)
     wanted = name.quantization or DEFAULT_QUANTIZATION
-    there = _listed([f"{model.quantization or model.name} ({format_size(sizes(model.name))})" for model in models])
+    there = _listed(
+        [f"{model.quantization or model.name} ({format_size(sum(map(sizes, model.files)))})" for model in models]
+    )
     if not models:
         raise ModelLoadError(f"{name.repo} has no GGUF files, and so no {wanted}: omit :{wanted}")
     if not found:

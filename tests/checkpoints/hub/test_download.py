@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import scan_cache_dir
+from huggingface_hub import scan_cache_dir, snapshot_download
 
 from metal_engine.checkpoints.cached_models import cached_models, plan_removal
 from metal_engine.checkpoints.find import fetch_model
@@ -32,6 +33,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         (plain / name).write_bytes(content)
     for name in ("x-Q4_K_M.gguf", "x-Q8_0.gguf"):
         (gguf / name).write_bytes(name.encode() * 50_000)
+    for i in (1, 2):
+        (gguf / f"x-F16-0000{i}-of-00002.gguf").write_bytes(bytes(1_000 * i))
     with asked_hub({"org/plain": Repo(plain), "org/gguf": Repo(gguf)}, monkeypatch) as server:
         yield server
 
@@ -100,6 +103,35 @@ def test_a_part_that_is_no_part_of_the_file(hub: FakeHub, tmp_path: Path, length
             pull("org/plain", cache)
         assert not part.exists()
     assert_whole(pull("org/plain", cache))
+
+
+def test_a_complete_model_beside_a_partial_file(hub: FakeHub, tmp_path: Path) -> None:
+    """Another program, or the download of another revision, may leave a partial file."""
+    folder = pull("org/plain", tmp_path)
+    (blobs(tmp_path) / "x.incomplete").write_bytes(bytes(1000))
+
+    def listed() -> tuple[int, bool]:
+        (model,) = (model for model in cached_models(str(tmp_path)) if model.name == "org/plain")
+        return model.size, model.is_complete
+
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert listed() == (size, True)
+    gone = folder / "model-00001-of-00002.safetensors"
+    index = {"weight_map": {str(i): name for i, name in enumerate(WEIGHTS)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    gone.unlink()
+    assert not listed()[1]
+
+
+def test_a_split_gguf_model_is_listed_and_removed_as_one(hub: FakeHub, tmp_path: Path) -> None:
+    """Another program has downloaded it."""
+    cache = tmp_path / "cache"
+    snapshot_download("org/gguf", cache_dir=cache, allow_patterns="x-*-of-*")
+    (size,) = (model.size for model in cached_models(str(cache)) if model.name == "org/gguf:F16")
+    removal = plan_removal("org/gguf:F16", str(cache))
+    removal.execute()
+    assert size == removal.size == 3_000
+    assert not list(cache.rglob("*-of-*"))
 
 
 def test_a_full_disk_is_noticed_before(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
