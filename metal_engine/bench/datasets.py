@@ -18,6 +18,7 @@ from metal_engine.bench.args import WorkloadArgs
 from metal_engine.bench.tokens import PromptTokenizer
 from metal_engine.bench.verses import LINES
 from metal_engine.errors import ConfigError
+from metal_engine.local_paths import local_path
 
 Message = dict[str, Any]
 
@@ -158,7 +159,7 @@ def verse_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int
 
 
 def _from_file(args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], PromptTokenizer]) -> list[BenchRequest]:
-    path = Path(args.dataset_path or "").expanduser()
+    path = local_path(args.dataset_path or "")
     read = _sharegpt if args.dataset_name == "sharegpt" else _custom
     try:
         requests = list(read(path, args, load_tokenizer))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tokenizers import Tokenizer as BackendTokenizer
 
 from metal_engine.checkpoints.model_names import is_gguf
 from metal_engine.checkpoints.tokenizer_file import check_tokenizer_file
 from metal_engine.errors import ConfigError
+from metal_engine.local_paths import local_path
 
 
 class PromptTokenizer:
@@ -37,7 +36,7 @@ def load_prompt_tokenizer(name: str) -> PromptTokenizer:
     Raises:
         ConfigError: there is no tokenizer.
     """
-    path = Path(name).expanduser()
+    path = local_path(name)
     if name == "demo" or is_gguf(path):
         from metal_engine.checkpoints.demo import fetch_demo_model
         from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer

@@ -6,6 +6,7 @@ A repository on the hub is inspected before the download, and refused if it coul
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from metal_engine.checkpoints.pooling_config import check_causal
 from metal_engine.checkpoints.requirements import Check, check_memory, safetensors_requirements
 from metal_engine.checkpoints.shared_indexes import check_indexes
 from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError, one_line
+from metal_engine.local_paths import local_path
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 
@@ -68,10 +70,10 @@ def find_model(args: EngineArgs, device: DeviceInfo, check: Check) -> FoundModel
     if args.model == DEMO_MODEL:
         return FoundModel(fetch_demo_model(), DEMO_MODEL)
     check_model_name(args.model)
-    path = Path(args.model).expanduser()
+    path = local_path(args.model)
     if is_gguf(path):
         return FoundModel(path, path.stem)
-    if path.is_dir():
+    if os.path.isdir(path):
         return FoundModel(path, args.model)
     name = hub_name(args)
 

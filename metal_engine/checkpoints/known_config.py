@@ -21,6 +21,7 @@ from metal_engine.checkpoints.model_names import DEMO_MODEL, gguf_models, is_ggu
 from metal_engine.device.command_buffers import command_buffer_limits, limits_in_force, set_command_buffer_limits
 from metal_engine.device.limits_trial import refusal
 from metal_engine.errors import one_line
+from metal_engine.local_paths import local_path
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.resolve import plans_ahead
 
@@ -70,7 +71,7 @@ def _path(args: EngineArgs) -> Path:
     """Return the model's folder or GGUF file, which may not exist."""
     if args.model == DEMO_MODEL:
         return demo_path()
-    path = Path(args.model).expanduser()
+    path = local_path(args.model)
     if is_gguf(path) or path.is_dir() or is_local(args.model):
         return path
     name = parse_hub_name(args.model)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from metal_engine.local_paths import local_path
 
 DEMO_MODEL = "demo"
 
@@ -49,7 +52,7 @@ def is_local(name: str) -> bool:
 
     The path need not exist if it begins with ``.``, ``/`` or ``~``, or ends with ``.gguf``.
     """
-    return name.startswith((".", "/", "~")) or is_gguf(name) or Path(name).expanduser().exists()
+    return name.startswith((".", "/", "~")) or is_gguf(name) or os.path.exists(local_path(name))
 
 
 def is_ollama_name(name: str) -> bool:
@@ -80,7 +83,7 @@ def missing_here(name: str, cached: list[str]) -> str:
         name: name of the model.
         cached: names of the repositories in the hub's cache.
     """
-    if name == DEMO_MODEL or Path(name).expanduser().exists() or parse_hub_name(name).repo in cached:
+    if name == DEMO_MODEL or os.path.exists(local_path(name)) or parse_hub_name(name).repo in cached:
         return ""
     return f"{name} is not on this machine{'' if is_local(name) else did_you_mean(name, cached)}"
 

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from metal_engine.errors import ModelLoadError, one_line
+from metal_engine.local_paths import local_path
 from metal_engine.tls_context import tls_context
 
 _PYPI = "https://pypi.org/simple"
@@ -139,7 +140,7 @@ class _Links(HTMLParser):
 def _local_folder(page: str) -> Path | None:
     """Return the folder on this machine that a ``file:`` address or a path names; None without such a folder."""
     parts = urllib.parse.urlsplit(page)
-    path = Path(urllib.request.url2pathname(parts.path)) if parts.scheme == "file" else Path(page).expanduser()
+    path = Path(urllib.request.url2pathname(parts.path)) if parts.scheme == "file" else local_path(page)
     return path.absolute() if parts.scheme in ("", "file") and path.is_dir() else None
 
 
@@ -216,7 +217,7 @@ def _pip_configuration() -> dict[str, str]:
         home / "Library/Application Support/pip/pip.conf",
         config_home / "pip/pip.conf",
         Path(sys.prefix) / "pip.conf",
-        *([Path(own).expanduser()] if own else []),
+        *([local_path(own)] if own else []),
     ]
     found: dict[str, str] = {}
     for file in files:

@@ -1,16 +1,19 @@
 """Checks the settings that may name a path: model, tokenizer and generation config.
 
-Imports neither MLX nor transformers, so a wrong path is reported before these slow imports.
+Imports neither MLX nor transformers, so a wrong path is reported before these slow imports. A path that the system
+refuses to look up, e.g. because it is too long, counts as missing (``os.path``, unlike ``Path``).
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.metadata import read_config
 from metal_engine.checkpoints.model_names import DEMO_MODEL, is_gguf, is_local, is_ollama_name
 from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.local_paths import local_path
 
 
 def check_model_name(model: str) -> None:
@@ -21,16 +24,16 @@ def check_model_name(model: str) -> None:
     """
     if model == DEMO_MODEL:
         return
-    path = Path(model).expanduser()
+    path = local_path(model)
     if is_gguf(path):
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ModelLoadError(f"no such file: {path}")
         read_gguf_header(path)
     elif is_local(model):
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise ModelLoadError(f"{model} is neither a directory nor a .gguf file")
         read_config(path)
-    elif is_ollama_name(model) and not path.is_dir():
+    elif is_ollama_name(model) and not os.path.isdir(path):
         raise ModelLoadError(
             f"{model} is a name from Ollama's registry, which metal-engine does not read. Give a Hugging Face "
             "repository with the same weights instead, as OWNER/NAME (for example mlx-community/Qwen3-8B-4bit) or, "
@@ -44,9 +47,9 @@ def local_tokenizer(name: str | None) -> Path | None:
     Raises:
         ModelLoadError: the name is a path that is not a directory.
     """
-    if name is None or (folder := Path(name).expanduser()).is_dir():
+    if name is None or os.path.isdir(folder := local_path(name)):
         return None if name is None else folder
-    if folder.exists() or name.startswith((".", "/", "~")):
+    if os.path.exists(folder) or name.startswith((".", "/", "~")):
         raise ModelLoadError(f"{name} is not a directory (--tokenizer)")
     return None
 
@@ -59,15 +62,15 @@ def generation_config_folder(given: str) -> Path | None:
     """
     if given in ("auto", "vllm"):
         return None
-    folder = Path(given).expanduser()
-    if not (folder / "generation_config.json").is_file():
+    folder = local_path(given)
+    if not os.path.isfile(folder / "generation_config.json"):
         raise ModelLoadError(f"{folder} has no generation_config.json (--generation-config)")
     return folder
 
 
 def existing_folder(flag: str, given: str) -> Path:
     """Return the folder that a flag names. Raises ConfigError if there is no such folder."""
-    folder = Path(given).expanduser()
-    if not folder.is_dir():
+    folder = local_path(given)
+    if not os.path.isdir(folder):
         raise ConfigError(flag, f"{given} is not a directory")
     return folder

@@ -26,6 +26,7 @@ from metal_engine.cli.chat_output import AnswerView
 from metal_engine.cli.options import NO_MODEL
 from metal_engine.cli.server_address import OWNER, base_url, find_card, first_key
 from metal_engine.errors import ConfigError, ParameterError
+from metal_engine.local_paths import local_path
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.fields import flag
@@ -243,7 +244,7 @@ class ChatHistory:
         if not name.strip():
             _note("/save needs the name of a file.")
             return
-        path = Path(name.strip()).expanduser()
+        path = local_path(name.strip())
         as_json = path.suffix == ".json"
         text = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n" if as_json else self._markdown()
         try:

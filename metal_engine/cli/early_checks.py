@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from metal_engine.checkpoints.path_settings import (
     check_model_name,
     existing_folder,
@@ -13,6 +11,7 @@ from metal_engine.checkpoints.path_settings import (
 from metal_engine.errors import AdapterError, ConfigError
 from metal_engine.kv_transfer.settings import kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
+from metal_engine.local_paths import local_path
 from metal_engine.lora.files import check_adapter_folder
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
@@ -60,6 +59,6 @@ def _check_paths(args: EngineArgs) -> None:
     generation_config_folder(args.generation_config)
     for module in args.adapters:
         try:
-            check_adapter_folder(Path(module.path).expanduser())
+            check_adapter_folder(local_path(module.path))
         except (AdapterError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(LORA_MODULES, f"{LORA_MODULES}: {error}") from error

@@ -7,13 +7,13 @@ import importlib
 import sys
 from dataclasses import replace
 from itertools import compress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from metal_engine.device.allocator import give_back_freed_memory, keep_freed_memory
 from metal_engine.lazy_packages import make_packages_lazy
+from metal_engine.local_paths import local_path
 from metal_engine.python_process import channel_to_parent
 from metal_engine.settings.args import EngineArgs
 
@@ -74,7 +74,7 @@ def _set_up(start: Start) -> tuple[PrepareFunction, BuildFunction]:
 
 def _without_lost_adapters(args: EngineArgs) -> EngineArgs:
     """Drop the adapters of ``--lora-modules`` whose folders are gone. Only requests for these adapters then fail."""
-    found = [Path(module.path).expanduser().is_dir() for module in args.adapters]
+    found = [local_path(module.path).is_dir() for module in args.adapters]
     return replace(args, lora_modules=tuple(compress(args.lora_modules, found)), max_loras=args.num_slots() or None)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from metal_engine.checkpoints.model_names import gguf_models, is_gguf
 from metal_engine.cli.early_checks import check_engine_args
 from metal_engine.errors import ConfigError
+from metal_engine.local_paths import local_path
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.multi_model import RegistryArgs, refuse_for_one_model
 from metal_engine.settings.served_names import check_name, problem_of_name
@@ -61,7 +62,7 @@ def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
         ConfigError: the path is not a readable folder.
     """
     try:
-        paths = sorted(folder.expanduser().iterdir())
+        paths = sorted(local_path(folder).iterdir())
     except OSError as error:
         raise ConfigError("--models-dir", f"cannot read --models-dir {folder}: {error.strerror}") from error
     found: dict[str, Path] = {}

@@ -12,6 +12,7 @@ from metal_engine.cli.models_dir import models_in
 from metal_engine.engine.device_access import DeviceAccess
 from metal_engine.engine.process.spawner import Spawner
 from metal_engine.errors import InsufficientMemoryError
+from metal_engine.local_paths import local_path
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource, Start
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.server.listen import Listener
@@ -82,7 +83,7 @@ def files_signature(path: Path) -> object:
 
     Return None if the path cannot be read, as for a repository on the hub.
     """
-    path = path.expanduser()
+    path = local_path(path)
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -12,15 +12,11 @@ def cache_dir() -> Path:
     Does not create the folder.
 
     Raises:
-        FileNotFoundError: neither variable is set and the user has no home directory.
+        FileNotFoundError: the path needs a home directory, and there is none.
     """
     own = os.environ.get("METAL_ENGINE_CACHE")
-    if own:
-        return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return Path(base).expanduser() / "metal-engine"
     try:
-        return Path.home() / ".cache" / "metal-engine"
+        return Path(own).expanduser() if own else Path(base or "~/.cache").expanduser() / "metal-engine"
     except RuntimeError as error:
         raise FileNotFoundError(f"no home directory to keep a cache in: {error}") from error

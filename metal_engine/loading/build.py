@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metal_engine.checkpoints.mlx_import import import_mlx
@@ -24,6 +23,7 @@ from metal_engine.loading.drafts import load_drafts
 from metal_engine.loading.image_encoder import add_image_input, with_largest_image
 from metal_engine.loading.load_checks import LoadChecks
 from metal_engine.loading.opened_model import open_model
+from metal_engine.local_paths import local_path
 from metal_engine.lora.files import open_adapter
 from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.settings.args import EngineArgs
@@ -260,7 +260,7 @@ def _enable_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str,
 
     targets = adapter_targets(paged, interleaved)
     try:
-        files = [open_adapter(Path(module.path).expanduser(), targets) for module in args.adapters]
+        files = [open_adapter(local_path(module.path), targets) for module in args.adapters]
         if not args.enable_lora:  # no other adapters can be loaded later
             used = {name for file in files for name in file.modules}
             targets = replace(targets, shapes={n: shape for n, shape in targets.shapes.items() if n in used})

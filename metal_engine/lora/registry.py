@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from metal_engine.errors import AdapterError
+from metal_engine.local_paths import local_path
 from metal_engine.lora.files import AdapterFile, open_adapter
 from metal_engine.lora_adapter import Adapter, AdapterTargets
 from metal_engine.settings.served_names import problem_of_name
@@ -90,7 +91,7 @@ class AdapterRegistry:
             if name in self._adapters and not in_place:
                 message = f"the LoRA adapter {name!r} has already been loaded; load_inplace replaces it"
                 raise AdapterError(message, "lora_name")
-            folder = Path(path).expanduser() if within is None else within / path
+            folder = local_path(path) if within is None else within / path
             file = open_adapter(folder, self._targets, within)
             if file.rank > self._max_rank:
                 raise AdapterError(f"{folder} has rank {file.rank}, more than the {self._max_rank} of --max-lora-rank")

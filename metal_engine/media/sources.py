@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import binascii
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from urllib.parse import unquote
 
 from metal_engine.cancellation import check_cancelled
 from metal_engine.errors import short
+from metal_engine.local_paths import local_path
 from metal_engine.media.fetch import FetchError, fetch
 from metal_engine.media.limits import MAX_FILE_BYTES
 
@@ -138,7 +138,7 @@ def _path(name: str) -> Path:
             raise SourceError(f": a file URL must be file:///PATH; files of the host {short(host)} cannot be read")
         path = Path(unquote(slash + rest))
     else:
-        path = Path(os.path.expanduser(name))
+        path = local_path(name)
     if "\0" in str(path):
         raise SourceError(" contains a null character")
     return path

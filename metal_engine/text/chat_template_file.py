@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
 
 from metal_engine.errors import ConfigError
+from metal_engine.local_paths import local_path
 from metal_engine.text.template_sandbox import syntax_tree
 
 # Limits on the characters of all chat templates of a tokenizer, and on the nodes of a template's syntax tree. Published
@@ -26,9 +26,9 @@ def read_chat_template(given: str) -> str:
     text = given
     if "{{" not in given and "{%" not in given:
         try:
-            text = Path(given).expanduser().read_text(encoding="utf-8")
-        except (OSError, RuntimeError, UnicodeDecodeError) as error:  # RuntimeError: the user of ~ is unknown
-            reason = "not a text file" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", error)
+            text = local_path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text file"
             raise ConfigError("--chat-template", f"cannot read --chat-template {given}: {reason}") from error
     try:
         check_templates({"default": text})

@@ -298,3 +298,6 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache_dir() == tmp_path / "xdg/metal-engine"
     monkeypatch.setenv("METAL_ENGINE_CACHE", "~/own")
     assert cache_dir() == tmp_path / "own"
+    monkeypatch.setenv("METAL_ENGINE_CACHE", "~no-such-user/own")
+    with pytest.raises(FileNotFoundError, match="no home directory"):
+        cache_dir()

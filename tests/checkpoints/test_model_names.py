@@ -25,6 +25,10 @@ def test_parts_of_a_name(name: str, parts: tuple[str, str | None, str | None]) -
     assert parse_hub_name(name) == HubName(*parts)
 
 
+def test_a_name_that_the_system_refuses_to_look_up() -> None:
+    assert not is_local("x" * 5_000)
+
+
 def test_names_of_files_in_upper_case() -> None:
     assert is_local("nowhere/M.gguf") and is_local("nowhere/M.GGUF") and not is_local("nowhere/M")
 

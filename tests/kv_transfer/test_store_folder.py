@@ -131,6 +131,12 @@ def test_a_marker_of_another_version_is_refused(tmp_path: Path, content: bytes) 
         DiskStore(tmp_path, FINGERPRINT)
 
 
+@pytest.mark.parametrize("path", ["~no-such-user/kv", "a\0b"])
+def test_what_is_no_path_is_refused(path: str) -> None:
+    with pytest.raises(NotAStoreError, match="is not a path"):
+        DiskStore(path, FINGERPRINT)
+
+
 def test_a_store_that_became_something_else_is_left_alone(tmp_path: Path) -> None:
     """The store is removed while in use, and another thing takes its place."""
     root = tmp_path / "kv"

@@ -356,6 +356,8 @@ def test_a_load_that_fails_gives_its_slot_back(folders: dict[str, Path], tmp_pat
     assert engine.adapters is not None
     with pytest.raises(RuntimeError, match="broken"):
         engine.adapters.load("a", str(folders["adapter-1"]), fail)
+    with pytest.raises(AdapterError, match="~no-such-user/x is not a directory"):
+        engine.adapters.load("a", "~no-such-user/x", fail)
     adapters.load(engine, "a", folders["adapter-1"])
 
 

@@ -22,7 +22,7 @@ def test_a_template_from_a_file_or_as_text(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ("no/such/file.jinja", "cannot read --chat-template no/such/file.jinja: No such file"),
-        ("~nosuchuser/x", "cannot read --chat-template ~nosuchuser/x: Could not determine home directory"),
+        ("~nosuchuser/x", "cannot read --chat-template ~nosuchuser/x: No such file or directory"),
         (".", "cannot read --chat-template"),
         ("{% for m in messages %}", "--chat-template is not valid Jinja: line 1"),
         ("{% if messages add_generation_prompt %}{% endif %}", "--chat-template is not valid Jinja: line 1"),

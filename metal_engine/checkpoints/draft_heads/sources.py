@@ -6,6 +6,7 @@ Downloads only the files with weights of the head and ``config.json``, even from
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from metal_engine.checkpoints.draft_heads.names import HEAD_PATTERNS, find_head
@@ -24,6 +25,7 @@ from metal_engine.checkpoints.hub.repository import (
 from metal_engine.checkpoints.metadata import INDEX
 from metal_engine.checkpoints.model_names import HubName, is_local, parse_hub_name
 from metal_engine.errors import ModelLoadError
+from metal_engine.local_paths import local_path
 
 
 def find_sidecar(name: str, revision: str | None, download_dir: str | None) -> Path:
@@ -41,8 +43,8 @@ def find_sidecar(name: str, revision: str | None, download_dir: str | None) -> P
             gives the reason.
     """
     if is_local(name):
-        path = Path(name).expanduser()
-        if not path.exists():
+        path = local_path(name)
+        if not os.path.exists(path):
             raise ModelLoadError(f"{name} is not a file or a folder")
         return path
     parsed = parse_hub_name(name)

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from metal_engine.checkpoints.model_names import did_you_mean
 from metal_engine.errors import ModelLoadError, one_line
+from metal_engine.local_paths import local_path
 
 # Files of a checkpoint's tokenizer and weights. Other files of a repository are not downloaded.
 TOKENIZER_PATTERNS = ["*.json", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
@@ -251,7 +252,7 @@ def cache_folder(download_dir: str | None) -> Path:
     """Return the folder of the cache, which may not exist yet. A leading ``~`` becomes the home directory, if any."""
     from huggingface_hub import constants
 
-    return Path(os.path.expanduser(download_dir or constants.HF_HUB_CACHE))
+    return local_path(download_dir or constants.HF_HUB_CACHE)
 
 
 def cached_repos(download_dir: str | None) -> list[str]:

@@ -85,10 +85,16 @@ class StoreFolder:
 
     Args:
         path: path of the directory. Links in this path are resolved once, here.
+
+    Raises:
+        NotAStoreError: the path names an unknown user (``~user``) or has a null character.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.root = Path(path).expanduser().resolve()
+        try:
+            self.root = Path(path).expanduser().resolve()
+        except (RuntimeError, ValueError) as error:
+            raise NotAStoreError(f"{str(path)!r} is not a path: {error}") from error
 
     @property
     def is_marked(self) -> bool:
