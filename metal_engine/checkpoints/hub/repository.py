@@ -103,7 +103,8 @@ def check_reachable() -> None:
     from huggingface_hub import constants
 
     url = urllib.parse.urlsplit(constants.ENDPOINT)
-    proxy = urllib.request.getproxies().get(url.scheme)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
         url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     address = (url.hostname or "", url.port or (443 if url.scheme == "https" else 80))

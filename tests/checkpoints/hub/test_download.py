@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,13 @@ def test_a_broken_connection_is_taken_up_again(hub: FakeHub, tmp_path: Path, mon
     assert_whole(pull("org/plain", tmp_path / "cache"))
     # At most one chunk of each file was sent twice.
     assert TOTAL <= hub.file_bytes <= TOTAL + 2 * (1 << 14) + 1000
+
+
+def test_a_hub_that_gives_no_sizes(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = find_repo("org/plain", None)
+    without = replace(repo, files={name: replace(file, size=0) for name, file in repo.files.items()})
+    hub_download.download(without, list(WEIGHTS), str(tmp_path / "cache"))
+    assert_whole(tmp_path / "cache" / "models--org--plain" / "snapshots" / repo.commit)
 
 
 def test_a_hub_that_sends_no_byte_is_given_up(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,20 @@ def test_a_hub_is_reachable_if_one_of_its_addresses_is(silent: Address, monkeypa
         hub.check_reachable()
 
 
+@pytest.mark.parametrize("variable", ["HTTPS_PROXY", "ALL_PROXY"])
+def test_a_proxy_is_checked_in_place_of_the_hub(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+    monkeypatch.setenv(variable, "http://proxy.invalid:8080")
+    asked: list[Address] = []
+    monkeypatch.setattr(hub, "_connect_to_any", lambda *address: asked.append(address))
+    monkeypatch.setattr(hub, "_check_answers", lambda: None)
+    hub.check_reachable()
+    assert asked == [("proxy.invalid", 8080)]
+
+
 def test_a_hub_that_accepts_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub is given up after one request, which takes one time limit."""
     monkeypatch.setattr(hub, "CONNECT_SECONDS", 0.2)
