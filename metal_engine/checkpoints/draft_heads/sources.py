@@ -22,7 +22,7 @@ from metal_engine.checkpoints.hub.repository import (
     is_offline,
     read_range,
 )
-from metal_engine.checkpoints.metadata import INDEX
+from metal_engine.checkpoints.metadata import INDEX, OWN_WEIGHTS
 from metal_engine.checkpoints.model_names import HubName, is_local, parse_hub_name
 from metal_engine.errors import ModelLoadError
 from metal_engine.local_paths import local_path
@@ -100,7 +100,7 @@ def _files_with_head(repo: HubRepo) -> list[str]:
 
 def _has_only_head(repo: HubRepo) -> bool:
     if repo.matching(HEAD_PATTERNS):
-        return not repo.matching(["model*.safetensors"])
+        return not repo.matching([OWN_WEIGHTS, "*.gguf"])
     names = _files_by_tensor(repo)
     head = find_head(names)
     return head is not None and names.keys() == {*head.published, *head.copies.values()}

@@ -51,12 +51,16 @@ def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Repo]:
     weight_map = {f"model.{file}": file for file in files} | dict.fromkeys(weights, last)
     (within / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (within / "config.json").write_text(json.dumps(CONFIG))
-    plain = write_checkpoint(folder / "plain")
+    plain, gguf = write_checkpoint(folder / "plain"), folder / "gguf"
+    gguf.mkdir()
+    (gguf / "x-Q4_K_M.gguf").touch()
+    mx.save_safetensors(str(gguf / "mtp.safetensors"), weights)
     return {
         "org/alone": Repo(alone, revisions=("main", "v2")),
         "org/beside": Repo(beside),
         "org/within": Repo(within),
         "org/plain": Repo(plain),
+        "org/gguf": Repo(gguf),
     }
 
 
@@ -117,7 +121,9 @@ def run(*command: str, cache: Path) -> Result:
 
 
 def test_commands(hub: FakeHub, tmp_path: Path) -> None:
-    """``pull`` fetches heads alone and beside a model. ``show`` gives the memory of a model's head."""
+    """``pull`` fetches heads alone, and models with a head beside. ``show`` gives the memory of a model's head."""
+    assert run("pull", "org/gguf", cache=tmp_path / "gguf").exit_code == 0
+    assert list((tmp_path / "gguf").rglob("x-Q4_K_M.gguf"))
     pulled = run("pull", "org/alone", cache=tmp_path)
     assert pulled.exit_code == 0 and pulled.stdout.startswith("the draft head org/alone is here: ")
     num_bytes = sum(array.nbytes for array in head_weights().values())
