@@ -188,8 +188,8 @@ def _tool_parser(name: str) -> ToolParser:
 
 
 def _no_parser(name: Any) -> ConfigError:
-    asked_for = f"the tokenizer names the tool parser {short(name)}"
-    return ConfigError("--tool-call-parser", f"{asked_for}, which mlx-lm does not have: choose a --tool-call-parser")
+    missing = f"mlx-lm does not have the tool parser {short(name)}, which the tokenizer or --tool-call-parser names"
+    return ConfigError("--tool-call-parser", f"{missing}: choose another --tool-call-parser")
 
 
 def _tool_parser_name(tokenizer: PreTrainedTokenizerFast, wanted: str) -> str | None:

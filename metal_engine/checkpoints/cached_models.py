@@ -104,7 +104,7 @@ def _models(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> list[CachedMo
 
 
 def _partial_bytes(repo: CachedRepoInfo) -> int | None:
-    """Return the size of a repository's unfinished downloads in bytes; None if it has none."""
+    """Return the size of a repository's unfinished downloads in bytes; None without unfinished downloads."""
     sizes = [part.stat().st_size for part in (repo.repo_path / "blobs").glob("*.incomplete")]
     return sum(sizes) if sizes else None
 

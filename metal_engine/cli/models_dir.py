@@ -52,8 +52,8 @@ def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
     A model is a folder with a ``config.json``, or a GGUF model (:func:`gguf_models`), in the folder itself or one level
     below. Names are ``model`` and ``folder/model``, without ``.gguf``.
 
-    Skips hidden entries, unreadable entries, entries whose name is not UTF-8 or is not a valid name of a model, and a
-    GGUF file beside a folder with the same model's name.
+    Skips hidden entries, unreadable entries, and entries whose name is not UTF-8 or is not a valid name of a model. If
+    a folder and a GGUF file have the same model's name, skips the GGUF file.
 
     Args:
         warns: True to log the skipped entries, except hidden ones and GGUF files that are not models.

@@ -12,7 +12,7 @@ def cache_dir() -> Path:
     Does not create the folder.
 
     Raises:
-        FileNotFoundError: the path needs a home directory, and there is none.
+        FileNotFoundError: the path needs the user's home directory, which is unknown.
     """
     own = os.environ.get("METAL_ENGINE_CACHE")
     base = os.environ.get("XDG_CACHE_HOME")

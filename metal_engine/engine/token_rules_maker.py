@@ -132,7 +132,8 @@ class TokenRulesMaker:
         excluded = {*bad_words, *stop} if params.min_tokens > 0 and params.structured_outputs is None else {*bad_words}
         allowed = range(self._vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
         if len(excluded) and all(token_id in excluded for token_id in allowed):
-            name = "min_tokens" if params.allowed_token_ids is None else "allowed_token_ids"
+            name = "bad_words" if len({*bad_words}) == self._vocab_size else "min_tokens"
+            name = name if params.allowed_token_ids is None else "allowed_token_ids"
             raise ParameterError(name, "leaves no token beside bad_words, stop tokens and min_tokens")
 
     def _allowed(self, params: SamplingParams) -> np.ndarray | None:

@@ -399,7 +399,7 @@ def test_ids_that_are_none_end_nothing() -> None:
 def test_a_tool_parser_that_is_no_name(tmp_path: Path, name: Any) -> None:
     write_tokenizer(write_checkpoint(tmp_path), tool_parser_type=name)
     tokenizer = load(EngineArgs(model=str(tmp_path)), CPU).tokenizer
-    with pytest.raises(ConfigError, match="choose a --tool-call-parser"):
+    with pytest.raises(ConfigError, match="which the tokenizer or --tool-call-parser names"):
         find_answer_format(tokenizer)
 
 

@@ -303,6 +303,14 @@ def test_bad_words_that_the_model_cannot_give() -> None:
     rules.close()
 
 
+def test_bad_words_that_leave_no_token() -> None:
+    rules = TokenRulesMaker(tiny_engine().tokenizer, vocab_size=9)
+    with pytest.raises(ParameterError, match="leaves no token") as caught:
+        rules.rules_for(SamplingParams(bad_words=[chr(i) for i in range(9)]))
+    assert caught.value.name == "bad_words"
+    rules.close()
+
+
 # --- structured output --------------------------------------------------------------------------------------
 
 STRUCTURED = {
