@@ -10,6 +10,7 @@ from typing import Any
 from metal_engine.checkpoints import metadata
 from metal_engine.checkpoints.cached_models import CachedModel
 from metal_engine.checkpoints.draft_heads.names import HEAD_PATTERNS, has_only_head
+from metal_engine.checkpoints.file_checks import visible_files
 from metal_engine.checkpoints.find import check_architecture, hub_name
 from metal_engine.checkpoints.gguf.config import gguf_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
@@ -89,7 +90,7 @@ def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> 
             requirements = safetensors_requirements(config, tensors, args, device)
             quantization = _quantization(config, requirements)
             check_architecture(config, args)
-            beside = [file for pattern in HEAD_PATTERNS for file in model.path.glob(pattern)]
+            beside = [file for pattern in HEAD_PATTERNS for file in visible_files(model.path, pattern)]
             num_head_bytes = head_bytes(list(metadata.stored_tensors(beside)) or tensors, requirements, device)
         check_memory(requirements, args, device)
     except (ModelLoadError, ConfigError) as error:

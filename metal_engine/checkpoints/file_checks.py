@@ -47,6 +47,14 @@ def check_readable(path: Path, limit: int | None = None) -> None:
         raise ModelLoadError(f"{path} has {size} bytes, more than the limit of {limit} for such a file")
 
 
+def visible_files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files in a folder that match a pattern, sorted by path. Hidden files are left out.
+
+    On file systems without extended attributes, macOS stores them in files such as ``._model.safetensors``.
+    """
+    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+
+
 def check_small_files(folder: Path) -> None:
     """Check the files of a checkpoint that libraries read completely.
 

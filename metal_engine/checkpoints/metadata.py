@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 from safetensors import SafetensorError, safe_open
 
-from metal_engine.checkpoints.file_checks import MAX_HEADER_BYTES, check_readable, read_json
+from metal_engine.checkpoints.file_checks import MAX_HEADER_BYTES, check_readable, read_json, visible_files
 from metal_engine.checkpoints.rope_parameters import fill_rope_fields
 from metal_engine.errors import ModelLoadError, one_line, short
 from metal_engine.sampling_params import SamplingParams
@@ -81,7 +81,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.is_file():
-        ggufs = sorted(folder.glob("*.gguf"))
+        ggufs = visible_files(folder, "*.gguf")
         hint = f"; name the file itself: {ggufs[0]}" if ggufs else ""
         raise ModelLoadError(f"{folder} has no config.json: not a model directory{hint}")
     config = read_json(path)
@@ -142,7 +142,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ModelLoadError: there are no weight files, or files that the index lists are missing.
     """
-    files = sorted(folder.glob(OWN_WEIGHTS))
+    files = visible_files(folder, OWN_WEIGHTS)
     index = folder / INDEX
     if index.is_file():
         listed = listed_files(index)
@@ -153,7 +153,7 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{missing[0]} first; fetch the rest"
             )
     if not files:
-        others = [p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern)]
+        others = [p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in visible_files(folder, pattern)]
         hint = f" (there is {others[0]}, which cannot be read from a directory)" if others else ""
         raise ModelLoadError(f"{folder} has no weights: no {OWN_WEIGHTS}{hint}")
     return files

@@ -133,8 +133,9 @@ def test_names_that_lead_nowhere(tmp_path: Path, args: dict[str, str], words: li
 
 
 def test_a_directory_with_a_gguf_file_says_so(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    assert re.search(r"name the file itself: .*model\.gguf", refused(tmp_path))
+    for name in ("._model.gguf", "model.gguf"):
+        (tmp_path / name).touch()
+    assert re.search(r"name the file itself: .*/model\.gguf", refused(tmp_path))
 
 
 def test_a_tokenizer_that_needs_its_own_code(tmp_path: Path) -> None:

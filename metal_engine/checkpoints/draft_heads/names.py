@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from metal_engine.checkpoints.file_checks import visible_files
 from metal_engine.checkpoints.metadata import StoredTensor, stored_tensors
 from metal_engine.errors import ModelLoadError
 
@@ -194,7 +195,7 @@ def head_files(place: Path) -> list[Path]:
     if place.is_file():
         return [place] if place.suffix == ".safetensors" else []
     for pattern in (*HEAD_PATTERNS, "*.safetensors"):
-        if found := sorted(place.glob(pattern)):
+        if found := visible_files(place, pattern):
             return found
     return []
 
@@ -220,7 +221,7 @@ def has_only_head(place: Path) -> bool:
     Raises:
         ModelLoadError: a file is not a safetensors file.
     """
-    tensors = {tensor.name for tensor in stored_tensors(sorted(place.glob("*.safetensors")) or head_files(place))}
+    tensors = {tensor.name for tensor in stored_tensors(visible_files(place, "*.safetensors") or head_files(place))}
     names = _usable_head(tensors)
     return names is not None and tensors == {*names.published, *names.copies.values()}
 

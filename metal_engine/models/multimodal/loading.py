@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from metal_engine.checkpoints.dequantized import dequantize
+from metal_engine.checkpoints.file_checks import visible_files
 from metal_engine.checkpoints.loader import read_weights
 from metal_engine.checkpoints.metadata import is_vision_tensor
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
@@ -53,7 +54,7 @@ def load_encoder_weights(
 def _stored_weights(folder: Path) -> dict[str, mx.array]:
     """Return the weights of the image encoder in a checkpoint, not read yet, by their stored names."""
     found: dict[str, mx.array] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in visible_files(folder, "*.safetensors"):
         if path.name.startswith("consolidated"):  # a second copy of the checkpoint with other names
             continue
         arrays = cast(dict[str, mx.array], mx.load(str(path)))

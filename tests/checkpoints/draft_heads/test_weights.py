@@ -137,6 +137,7 @@ def test_places_of_a_sidecar(place: str, prefix: str, tmp_path: Path) -> None:
     path = tmp_path / place
     path.parent.mkdir(exist_ok=True)
     mx.save_safetensors(str(path), {prefix + name: array for name, array in head.items()})
+    (path.parent / f"._{path.name}").write_bytes(b"attributes of a file")  # as macOS does
     check(tmp_path, model, head)
     check(path, model, head)
 
