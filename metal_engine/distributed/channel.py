@@ -217,7 +217,7 @@ def _wait_for_bytes(connection: socket.socket, timeout: float) -> None:
 def listen(host: str) -> socket.socket:
     """Return a socket that listens on a free port of ``host``, rank 0's address in the group. Raises OSError."""
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family)
+    return socket.create_server(address, family=family)  # with the scope of a link-local address
 
 
 def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds: float) -> dict[int, socket.socket]:
@@ -264,7 +264,7 @@ def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds
                 raise RunnerLostError(f"rank {missing} has not connected within {seconds:g} s")
             try:
                 connection, _ = listening.accept()
-            except TimeoutError:
+            except (TimeoutError, ConnectionError):  # no connection, or the peer has closed it already
                 continue
             with lock:
                 if len(greeted) == _MAX_GREETINGS:

@@ -242,11 +242,11 @@ def open_group(args: EngineArgs) -> RankGroup:
             if size != args.num_ranks:
                 raise ConfigError(flag, f"is {args.num_ranks}, and the launcher has started {size} ranks")
             links = _connect_ranks(communication, host, args.distributed_timeout_seconds, monitor)
-    except RunnerLostError as error:
-        raise ModelLoadError(str(error)) from error
-    except BaseException:
+    except BaseException as error:
         if local is not None:
             local.stop()
+        if isinstance(error, RunnerLostError):
+            raise ModelLoadError(str(error)) from error
         raise
     finally:
         if local is not None:

@@ -162,7 +162,8 @@ class LocalRanks:
 def start_local_ranks(args: EngineArgs) -> LocalRanks:
     """Start the other ranks of a group on this machine. They communicate over the loopback interface.
 
-    Sets environment variables that make this process rank 0 of the group. :meth:`LocalRanks.end` removes them.
+    Sets environment variables that make this process rank 0 of the group. :meth:`LocalRanks.end` removes them. If a
+    rank cannot be started, the others are stopped, and the error is raised.
     """
     ports = free_ports(args.num_ranks)
     descriptor, name = tempfile.mkstemp(prefix="metal-engine-ranks-", suffix=".json")
@@ -171,9 +172,21 @@ def start_local_ranks(args: EngineArgs) -> LocalRanks:
     os.environ[HOSTFILE] = name
     os.environ[RANK] = "0"
     parameters = json.dumps({"args": asdict(args), "log_level": logging.getLogger().getEffectiveLevel()})
-    processes, ends = [], []
-    for rank in range(1, args.num_ranks):
-        end, held = os.pipe()
+    local = LocalRanks([], [], Path(name))
+    try:
+        for rank in range(1, args.num_ranks):
+            _start_rank(rank, parameters, local)
+    except BaseException:
+        local.stop()
+        local.end()
+        raise
+    return local
+
+
+def _start_rank(rank: int, parameters: str, local: LocalRanks) -> None:
+    end, held = os.pipe()
+    local.ends.append(end)
+    try:
         process = subprocess.Popen(
             [*PYTHON, "-m", _PROGRAM],
             stdin=subprocess.PIPE,
@@ -182,14 +195,13 @@ def start_local_ranks(args: EngineArgs) -> LocalRanks:
             pass_fds=[held],  # the child keeps it open until it ends, without using it
             text=True,
         )
+    finally:
         os.close(held)
-        ends.append(end)
-        assert process.stdin is not None
-        process.stdin.write(parameters + "\n")
-        process.stdin.flush()
-        _life_lines.append(process.stdin)
-        processes.append(process)
-    return LocalRanks(processes, ends, Path(name))
+    local.processes.append(process)
+    assert process.stdin is not None
+    process.stdin.write(parameters + "\n")
+    process.stdin.flush()
+    _life_lines.append(process.stdin)
 
 
 def end_with(life_line: int) -> None:

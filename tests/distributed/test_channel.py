@@ -143,9 +143,30 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         accept_ranks(listening, TOKEN, 3, 0.3)
 
 
-def test_the_channel_listens_where_the_group_does() -> None:
+def test_a_connection_that_is_aborted_changes_nothing() -> None:
+    class Aborting(socket.socket):
+        num_calls = 0
+
+        def accept(self) -> Any:
+            self.num_calls += 1
+            raise ConnectionAbortedError if self.num_calls == 1 else TimeoutError
+
+    listening = Aborting(fileno=listen("127.0.0.1").detach())
+    with pytest.raises(RunnerLostError, match="has not connected"):
+        accept_ranks(listening, TOKEN, 2, 0.1)
+    assert listening.num_calls > 1
+
+
+def test_the_channel_listens_where_the_group_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link-local address of IPv6 has the number of its interface."""
     with listen("127.0.0.1") as listening:
         assert listening.getsockname()[0] == "127.0.0.1"
+    asked: list[Any] = []
+    found = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1", 0, 0, 7))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [found])
+    monkeypatch.setattr(socket, "create_server", lambda address, family: asked.append((address, family)))
+    listen("fe80::1%lo")
+    assert asked == [(found[4], socket.AF_INET6)]
 
 
 def test_plans_come_through() -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ import pytest
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.digests import file_digests
 from metal_engine.distributed import group as group_module
+from metal_engine.distributed import launch
 from metal_engine.distributed import leader as leader_module
 from metal_engine.distributed.channel import FrameKind, Link, listen
 from metal_engine.distributed.follower import run_frame
@@ -139,6 +140,45 @@ def test_ranks_of_two_groups_that_have_connected_are_refused(monkeypatch: pytest
         monkeypatch.setattr(group_module.mx.distributed, "all_sum", lambda mine, group, n=foreign: mine + 2 * n)
         with pytest.raises(ModelLoadError, match="rank 1 has connected to ranks of another group"):
             group_module._connect_ranks(communication, "127.0.0.1", 1.0, Watched(1, 0))
+
+
+def test_started_ranks_end_if_the_group_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    local = SimpleNamespace(stop=lambda: ended.append("stop"), end=lambda: ended.append("end"), kill=None)
+
+    def lose(*_: Any) -> list[Link]:
+        raise RunnerLostError("rank 1 has not connected within 1 s")
+
+    for name, value in {
+        "_joined": [],
+        "launched_rank": lambda: None,
+        "start_local_ranks": lambda args: local,
+        "leader_host": lambda flag: "127.0.0.1",
+        "_monitored_rendezvous": lambda rank, local: nullcontext(),
+        "_connect_ranks": lose,
+        "atexit": SimpleNamespace(register=lambda call: None),
+    }.items():
+        monkeypatch.setattr(group_module, name, value)
+    monkeypatch.setattr(group_module.mx.distributed, "init", lambda strict: SimpleNamespace(size=lambda: 2))
+    with pytest.raises(ModelLoadError, match="rank 1 has not connected"):
+        group_module.open_group(EngineArgs(model="none", tensor_parallel_size=2))
+    assert ended == ["stop", "end"]
+
+
+def test_a_rank_that_cannot_be_started_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    popen, started = subprocess.Popen, []
+
+    def start_one(*_: Any, **options: Any) -> Any:
+        if started:
+            raise BlockingIOError("no more processes")
+        started.append(popen([sys.executable, "-c", "import sys; sys.stdin.read()"], **options))
+        return started[0]
+
+    monkeypatch.setattr(launch.subprocess, "Popen", start_one)
+    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(BlockingIOError):
+        launch.start_local_ranks(EngineArgs(model="none", tensor_parallel_size=3))
+    assert started[0].wait(60) and not list(tmp_path.iterdir()) and launch.launched_rank() is None
 
 
 def test_ports_of_ranks_are_given_to_no_other_program() -> None:
