@@ -43,12 +43,13 @@ class Channel:
         self.problem = ""
         self._sock = sock
         self._stall_seconds = stall_seconds
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
-        if stall_seconds is not None:
-            seconds, rest = divmod(stall_seconds, 1.0)
-            limit = struct.pack("ll", int(seconds), int(rest * 1e6))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        with suppress(OSError):  # macOS: the peer has closed the socket, which `receive` reports
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+            if stall_seconds is not None:
+                seconds, rest = divmod(stall_seconds, 1.0)
+                limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._reader = sock.makefile("rb", buffering=_BUFFER_BYTES)
         self._writable = select.poll()
         self._writable.register(sock, select.POLLOUT)

@@ -89,7 +89,7 @@ class RestartableProcess:
     def record_stats(self, before: SchedulerStats, now: SchedulerStats, *, has_requests: bool) -> None:
         """Record progress if the engine has planned a step since ``before``, or has no requests.
 
-        Starts the spare process after its delay (:attr:`ProcessLimits.spare_delay`).
+        Starts the spare process after its delay (:attr:`ProcessLimits.spare_delay`), unless the engine was stopped.
 
         Args:
             before: previous stats of the engine.
@@ -97,7 +97,8 @@ class RestartableProcess:
         """
         if now.num_plans != before.num_plans or not has_requests:
             self._monitor.progressed()
-        if time.monotonic() > self._spare_time + (BUSY_DELAY_SECONDS if has_requests else 0.0):
+        delay = BUSY_DELAY_SECONDS if has_requests else 0.0
+        if not self._is_stopping and time.monotonic() > self._spare_time + delay:
             self._spare_time = math.inf
             self._spawner.prepare_spare()
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import socket
 import struct
 import termios
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from metal_engine.engine.process import error_output
+from metal_engine.engine.device_access import FULL_ACCESS
+from metal_engine.engine.process import error_output, wire
+from metal_engine.engine.process.channel import Channel
 from metal_engine.engine.process.error_output import ErrorOutput
 from metal_engine.engine.process.hang_monitor import HangMonitor
 from metal_engine.engine.process.limits import ProcessLimits
+from metal_engine.engine.process.restartable_process import RestartableProcess
+from metal_engine.engine.process.spawner import Spawner
+from metal_engine.scheduling.stats import SchedulerStats
 from tests.support.serving import wait_until
 
 
@@ -96,6 +104,28 @@ def test_a_limit_that_is_cleared_while_it_is_checked_does_not_end_the_thread() -
     wait_until(lambda: bool(hangs) or not monitor._thread.is_alive(), "the check")
     assert hangs == ["it sleeps for -1 s"] and monitor._thread.is_alive()
     monitor.close()
+
+
+def test_no_spare_process_after_a_stop() -> None:
+    restartable = RestartableProcess(Spawner("none", wire.Start([], "", "")), {}, FULL_ACCESS)
+    restartable._spare_time = 0.0
+    restartable.stop()
+    restartable.kill()
+    stats = SchedulerStats(0, 0, 0, 64, 0, 0)
+    restartable.record_stats(stats, stats, has_requests=False)
+
+
+def test_a_channel_to_a_process_that_has_ended() -> None:
+    """macOS refuses to set options of such a socket."""
+
+    class Refusing(socket.socket):
+        def setsockopt(self, *_: Any) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with Refusing(fileno=ours.detach()) as sock, pytest.raises(EOFError):
+        Channel(sock, 1.0).receive()
 
 
 def test_limits_follow_the_model() -> None:
