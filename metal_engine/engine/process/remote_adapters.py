@@ -38,7 +38,8 @@ class RemoteAdapters:
             self._adapters[one.name] = self._hold(message, one)
 
     def find(self, name: str | None) -> Adapter | None:
-        return self._adapters.get(name) if name is not None else None
+        with self._calls.lock:  # `_drop_unused` removes a name for a moment
+            return self._adapters.get(name) if name is not None else None
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -123,10 +124,11 @@ class RemoteAdapters:
 
         Return True if an adapter was dropped.
         """
-        reference = weakref.ref(self._adapters.pop(name)) if name in self._adapters else None
-        if reference is not None and (used := reference()) is not None:
-            self._adapters[name] = used
-            return False
+        with self._calls.lock:
+            reference = weakref.ref(self._adapters.pop(name)) if name in self._adapters else None
+            if reference is not None and (used := reference()) is not None:
+                self._adapters[name] = used
+                return False
         return reference is not None
 
     def unload(self, name: str) -> bool:

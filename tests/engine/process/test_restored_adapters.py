@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import shutil
 import signal
 import threading
@@ -194,6 +195,24 @@ def test_an_adapter_that_is_unloaded_before_its_load_returns(monkeypatch: pytest
     monkeypatch.setattr(calls, "wait", wait)
     assert remote.load("x", "folder", Path(), in_place=False).name == "x"
     assert remote.find("x") is None
+
+
+def test_an_adapter_in_use_is_found_while_its_place_is_checked() -> None:
+    calls = EngineCalls(lambda message: None, threading.RLock())
+    remote = RemoteAdapters(calls, [wire.LoadedAdapter("x", "folder", 1, 2, "fingerprint", None)])
+    used, found = remote.find("x"), queue.SimpleQueue()  # type: queue.SimpleQueue[Adapter | None]
+
+    class Table(dict[str, Adapter]):
+        def pop(self, *arguments: Any) -> Adapter:
+            adapter: Adapter = super().pop(*arguments)
+            finder = threading.Thread(target=lambda: found.put(remote.find("x")))
+            finder.start()
+            finder.join(0.2)  # ends only if it does not wait
+            return adapter
+
+    remote._adapters = Table(remote._adapters)
+    assert not remote._drop_unused("x")
+    assert found.get(timeout=60) is used
 
 
 def test_a_reply_may_arrive_before_its_adapter_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
