@@ -289,6 +289,9 @@ class AsyncEngine:
             raise ValueError(f"request id {request_id!r} is in use")
         if reservation is not None:
             await reservation.take(len(prepared.prompt_token_ids))
+            if request_id in self._queues:  # since then
+                reservation.end_request()
+                raise ValueError(f"request id {request_id!r} is in use")
         self._loop = asyncio.get_running_loop()
         outputs = _Mailbox(len(prepared.prompt_token_ids), MAX_UNREAD // prepared.params.n)
         self._num_queued_tokens += outputs.num_prompt_tokens

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.engine.engine_thread import EngineThread, _Call
+from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.transport import EngineDeadError
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import SamplingParams
@@ -165,3 +169,34 @@ def test_a_request_of_another_engine_continues() -> None:
     assert thread.shutdown()
     metrics = core.core.metrics
     assert (metrics.num_prompt_tokens, metrics.num_generation_tokens, metrics.generation_tokens.sum) == (0, 5, 9)
+
+
+def test_an_id_that_comes_into_use_while_a_request_waits_for_its_place() -> None:
+    engine = AsyncEngine(cast(Any, None))
+    engine._client = cast(Any, SimpleNamespace(submit=lambda *_: None, abort=lambda request_id: None))
+    prepared = RequestPreparer(fake_config(), tiny_tokenizer()).prepare([1, 2, 3], SamplingParams())
+    reservation = Reservation(engine, [3] * 3, num_at_once=1)
+
+    async def begin(request_id: str, reservation: Reservation | None = None) -> asyncio.Task[list[RequestOutput]]:
+        async def run() -> list[RequestOutput]:
+            return [output async for output in engine.generate(request_id, prepared, reservation=reservation)]
+
+        task = asyncio.ensure_future(run())
+        await asyncio.sleep(0)
+        return task
+
+    def finish(request_id: str) -> None:
+        engine._queues[request_id].put(RequestOutput(request_id, finish_reason="length"))
+
+    async def run_all() -> None:
+        first = await begin("a", reservation)
+        waiting, other = await begin("b", reservation), await begin("b")
+        finish("a")
+        with pytest.raises(ValueError, match="'b' is in use"):
+            await asyncio.wait_for(waiting, 60)
+        finish("b")
+        last = await begin("c", reservation)
+        finish("c")
+        await asyncio.gather(first, other, last)
+
+    asyncio.run(run_all())
