@@ -281,7 +281,7 @@ def dying_later(after: str) -> BuiltEngine:
 
     def step() -> Any:
         if not after:
-            raise SystemExit("an end in the thread")
+            raise SystemExit("an end in the thread\udce9")  # a lone surrogate
         _socket().sendall(after.encode("latin-1"))
         time.sleep(60)
 

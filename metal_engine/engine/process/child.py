@@ -36,6 +36,7 @@ from metal_engine.engine.process.packed_results import (
     packed_error,
     packed_metrics,
     packed_output,
+    printable,
     unpacked_output,
 )
 from metal_engine.engine.step_observer import Frame
@@ -130,6 +131,7 @@ class EngineChild:
                 self._is_shutting_down = True
                 if self._engine is not None:
                     self._thread.shutdown(None)
+                self._channel.flush()
                 return
             self._process(message)
 
@@ -235,7 +237,7 @@ class EngineChild:
 
     def _on_end(self, message: str) -> None:
         if not self._is_shutting_down:
-            self._channel.send(wire.Ended(message))
+            self._channel.send(wire.Ended(printable(message)))
             self._exit(1)
 
     # --- messages of the server ---

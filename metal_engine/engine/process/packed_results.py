@@ -50,7 +50,7 @@ def packed_output(output: RequestOutput) -> Output:
         output.num_predicted_tokens,
         output.finish_reason,
         output.stop_reason,
-        None if output.error is None else _printable(output.error),
+        None if output.error is None else printable(output.error),
         output.caused_by_request,
         None if output.logprobs is None else [_packed_logprobs(one) for one in output.logprobs],
         None
@@ -183,8 +183,8 @@ def packed_error(error: BaseException) -> list[str | None]:
     for kind, names in _ERRORS.items():
         if isinstance(error, kind):
             values = [getattr(error, name) if name else str(error) for name in names]
-            return [kind.__name__, *(value if value is None else _printable(str(value)) for value in values)]
-    return ["RuntimeError", _printable(f"{type(error).__name__}: {error}")]
+            return [kind.__name__, *(value if value is None else printable(str(value)) for value in values)]
+    return ["RuntimeError", printable(f"{type(error).__name__}: {error}")]
 
 
 def unpacked_error(fields: list[str | None]) -> Exception:
@@ -197,6 +197,6 @@ def unpacked_error(fields: list[str | None]) -> Exception:
         return _ERROR_TYPES[kind or ""](*arguments)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return a text without lone surrogates, which UTF-8 cannot have."""
     return text.encode("utf-8", "backslashreplace").decode()

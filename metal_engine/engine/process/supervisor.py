@@ -87,8 +87,8 @@ class EngineSupervisor:
 
     @property
     def is_restarting(self) -> bool:
-        """True if no process can take requests: at the start, during a restart, and after the end of the engine."""
-        return not self._is_up
+        """True if no process can take requests: at the start, during a restart, and after a shutdown."""
+        return not self._is_up and self.error is None
 
     @property
     def _process(self) -> EngineProcess | None:
@@ -176,7 +176,7 @@ class EngineSupervisor:
     def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop after the step in flight. Return True if the process has ended within ``timeout`` seconds.
 
-        Otherwise, kill the process and return False. Open requests may get no final output.
+        Otherwise, kill the process and return False. Open requests may get no final output before ``on_end`` is called.
         """
         with self._lock:
             self._is_shutting_down = True
@@ -257,7 +257,6 @@ class EngineSupervisor:
         assert engine is not None and process is not None
         if ready.config.cache.num_blocks < engine.config.cache.num_blocks:
             raise ModelLoadError("the KV cache has become smaller, so that some requests may not fit")
-        failed: list[RequestOutput] = []
         with self._lock:
             for request_id in {request_id for ids in self._computing for request_id in ids} & self._open.keys():
                 self._open[request_id].num_failures += 1
@@ -266,14 +265,14 @@ class EngineSupervisor:
                 engine.adapters.restore(ready.adapters or [], process.send)
             for message in itertools.chain(self._calls.messages(), self._images.messages()):
                 process.send(message)
-            for request_id, opened in list(self._open.items()):
-                if opened.num_failures >= MAX_FAILURES:
-                    del self._open[request_id]
-                    problem = f"the engine's process has ended {MAX_FAILURES} times while it computed this request"
-                    failed.append(RequestOutput(request_id, finish_reason="error", error=problem))
-                else:
+            for request_id, opened in self._open.items():
+                if opened.num_failures < MAX_FAILURES:
                     process.send(opened.message(request_id))
             process.send(self._watch.message)
+            # No message can fail from here on. Until then, these requests stay open for the next process.
+            failed = [request_id for request_id, opened in self._open.items() if opened.num_failures >= MAX_FAILURES]
+            for request_id in failed:
+                del self._open[request_id]
             self._is_up = True
             self._watch.begin_again()
             num_resumed = len(self._open)
@@ -285,7 +284,8 @@ class EngineSupervisor:
         engine.stats = self._totals.add_stats(ready.numbers.stats)
         logger.warning("%d requests continue after %.1f s, %d have failed", num_resumed, seconds, len(failed))
         if failed:
-            self._on_outputs(failed)
+            problem = f"the engine's process has ended {MAX_FAILURES} times while it computed this request"
+            self._on_outputs([RequestOutput(one, finish_reason="error", error=problem) for one in failed])
 
     def _die(self, problem: str) -> None:
         dead = EngineDeadError(f"the engine has stopped: {'it was shut down' if self._is_shutting_down else problem}")
@@ -296,7 +296,7 @@ class EngineSupervisor:
         self._calls.fail(dead)
         if self.error is not None:
             logger.critical("%s%s", dead, self._last_words)
-            self._on_end(str(dead))
+        self._on_end(str(dead))
 
     def _process_message(self, message: wire.FromEngine) -> None:
         engine = self._engine

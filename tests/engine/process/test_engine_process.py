@@ -10,10 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.process import wire
+from metal_engine.engine.process.child import EngineChild
 from metal_engine.engine.transport import EngineDeadError
 from metal_engine.errors import ConfigError, ModelLoadError, ParameterError
 from metal_engine.output_phases import CallPhase, CallTrigger, OutputPhases
@@ -21,7 +25,7 @@ from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.engine_child import is_running, pid_of, process_of, started
 from tests.support.serving import wait_until
-from tools.fixtures.fake_engine import generated
+from tools.fixtures.fake_engine import fake_config, generated
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
@@ -90,6 +94,28 @@ def test_the_process_ends_at_a_shutdown(engine: AsyncEngine) -> None:
     assert engine.error is None
     with pytest.raises(EngineDeadError, match="it was shut down"):
         asyncio.run(last_of(engine, "a"))
+
+
+@pytest.mark.parametrize("timeout", [10.0, 0.0])
+def test_a_shutdown_ends_open_requests(engine: AsyncEngine, timeout: float) -> None:
+    async def run() -> RequestOutput:
+        request = asyncio.ensure_future(last_of(engine, "a"))
+        while not engine.stats.num_running:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(engine.shutdown, timeout)
+        return await asyncio.wait_for(request, 60)
+
+    end = asyncio.run(run())
+    assert end.finish_reason == "error" and end.error is not None and "was shut down" in end.error
+
+
+def test_a_process_sends_everything_before_it_ends() -> None:
+    flushed: list[bool] = []
+    channel: Any = SimpleNamespace(
+        receive=lambda: wire.encode(wire.Shutdown()), send=lambda message: None, flush=lambda: flushed.append(True)
+    )
+    EngineChild(channel, lambda: fake_config().device, lambda order, access: pytest.fail("built")).run()
+    assert flushed
 
 
 def test_a_shutdown_while_the_model_is_loaded() -> None:

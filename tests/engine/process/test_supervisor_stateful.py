@@ -207,6 +207,29 @@ class Supervision(RuleBasedStateMachine):
         assert all(process.has_ended for process in self.processes)
 
 
+def test_a_request_that_failed_too_often_gets_its_error_though_a_resumption_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Supervision()
+    machine.submit(prompt=[1])
+    machine.submit(prompt=[2])
+    for _ in range(MAX_FAILURES - 1):
+        machine.die(picks=[0], num_failed_loads=0, hangs=False)
+    send, refused = FakeProcess.send, []
+
+    def refuse_once(self: FakeProcess, message: wire.Message) -> None:
+        if isinstance(message, wire.Submit) and not refused:
+            refused.append(message)
+            raise wire.WireError("too large")
+        send(self, message)
+
+    monkeypatch.setattr(FakeProcess, "send", refuse_once)
+    machine.die(picks=[0], num_failed_loads=0, hangs=False)
+    assert refused
+    machine.check()
+    machine.teardown()
+
+
 _QUICK = settings(max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
