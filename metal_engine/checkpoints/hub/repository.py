@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -107,35 +108,41 @@ def check_reachable() -> None:
     proxy = proxies.get(url.scheme) or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
         url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    address = (url.hostname or "", url.port or (443 if url.scheme == "https" else 80))
-    troubles: list[str] = []
+    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    deadline = time.monotonic() + CONNECT_SECONDS
+    found: Future[list[Any]] = Future()
 
-    def connect() -> None:
+    def resolve() -> None:
         try:
-            _connect_to_any(*address)
-        except OSError as error:
-            troubles.append(one_line(error))
+            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:  # no such name, or not a name
+            found.set_exception(error)
 
     # A name lookup has no time limit. Its thread ends when the lookup fails, or with the process.
-    attempt = threading.Thread(target=connect, name="hub-connect", daemon=True)
-    attempt.start()
-    attempt.join(CONNECT_SECONDS)
-    if attempt.is_alive() or troubles:
-        raise HubUnreachableError(troubles[0] if troubles else f"no answer within {CONNECT_SECONDS:.0f} s")
+    threading.Thread(target=resolve, name="hub-lookup", daemon=True).start()
+    try:
+        _connect_to_any(found.result(CONNECT_SECONDS), deadline)
+    except TimeoutError as error:
+        raise HubUnreachableError(f"no answer within {CONNECT_SECONDS:.0f} s") from error
+    except (OSError, UnicodeError) as error:
+        raise HubUnreachableError(one_line(error)) from error
     _check_answers()
 
 
-def _connect_to_any(host: str, port: int) -> None:
-    """Connect to one of a host's addresses, and close the connection. Waits for at most ``CONNECT_SECONDS``.
+def _connect_to_any(addresses: list[Any], deadline: float) -> None:
+    """Connect to one of a host's addresses, and close the connection.
 
     Tries all addresses at the same time: some networks drop the packets of one family of addresses, often IPv6.
 
+    Args:
+        addresses: results of ``socket.getaddrinfo``.
+        deadline: end of the wait in seconds of ``time.monotonic``.
+
     Raises:
-        OSError: the name cannot be resolved, or no address accepts a connection. Gives the last address's reason.
+        TimeoutError: no address has answered.
+        OSError: no address accepts a connection. Gives the reason of the last address that has answered.
     """
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    deadline = time.monotonic() + CONNECT_SECONDS
-    problem = OSError(f"no answer within {CONNECT_SECONDS:.0f} s")
+    problem: OSError = TimeoutError()
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
         for family, kind, protocol, _, address in addresses:
             connection = opened.enter_context(socket.socket(family, kind, protocol))

@@ -222,10 +222,17 @@ def test_a_proxy_is_checked_in_place_of_the_hub(variable: str, monkeypatch: pyte
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
     monkeypatch.setenv(variable, "http://proxy.invalid:8080")
     asked: list[Address] = []
-    monkeypatch.setattr(hub, "_connect_to_any", lambda *address: asked.append(address))
+    monkeypatch.setattr(hub.socket, "getaddrinfo", lambda *address, **_: asked.append(address))
+    monkeypatch.setattr(hub, "_connect_to_any", lambda addresses, deadline: None)
     monkeypatch.setattr(hub, "_check_answers", lambda: None)
     hub.check_reachable()
     assert asked == [("proxy.invalid", 8080)]
+
+
+def test_a_hub_whose_name_is_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_endpoint(f"http://{'x' * 70}.org", monkeypatch)
+    with pytest.raises(hub.HubUnreachableError, match="label"):
+        hub.check_reachable()
 
 
 def test_a_hub_that_accepts_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
