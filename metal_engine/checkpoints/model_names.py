@@ -18,8 +18,8 @@ _QUANTIZATION = re.compile(
     r"(?<![a-z0-9])(?:UD-)?(?:I?Q[1-8]_[a-z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|BF16|F16|F32)(?![a-z0-9_])", re.IGNORECASE
 )
 _SPLIT_PART = re.compile(r"-(\d{5})(-of-(\d{5}))(?=\.gguf$)", re.IGNORECASE)
-# File names of image encoders and importance matrices, e.g. `mmproj-F16.gguf` and `M.imatrix.gguf`, and hidden files.
-_NO_MODEL = re.compile(r"\.|imatrix|.*imatrix\.gguf$|(?:.*[^a-z0-9])?mmproj", re.IGNORECASE)
+# Starts of the names of hidden files, image encoders and importance matrices. `M-Q4_K_M-imatrix.gguf` is a model.
+_NO_MODEL = re.compile(r"\.|imatrix|(?:.*[^a-z0-9])?mmproj|(?!.*Q\d).*imatrix\.gguf$", re.IGNORECASE)
 # Default for a name without a quantization, if the repository has only GGUF files.
 DEFAULT_QUANTIZATION = "Q4_K_M"
 

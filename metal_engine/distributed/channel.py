@@ -217,7 +217,7 @@ def _wait_for_bytes(connection: socket.socket, timeout: float) -> None:
 def listen(host: str) -> socket.socket:
     """Return a socket that listens on a free port of ``host``, rank 0's address in the group. Raises OSError."""
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address, family=family)  # with the scope of a link-local address
+    return socket.create_server(address, family=family)  # a link-local IPv6 address contains a scope
 
 
 def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds: float) -> dict[int, socket.socket]:

@@ -54,6 +54,7 @@ def test_quantizations_in_names_of_files() -> None:
     assert found["BF16"] == (FILES[7], 2)
     assert next(model.files for model in gguf_models(FILES) if model.num_parts > 1) == (FILES[7], FILES[8])
     assert [model.quantization for model in gguf_models(["model.gguf", "SmolLM2.Q4_1.gguf"])] == ["Q4_1", ""]
+    assert [model.quantization for model in gguf_models(["x-Q4_0-imatrix.gguf"])] == ["Q4_0"]
 
 
 def chosen(name: str, files: list[str] = FILES) -> str | None:
