@@ -15,8 +15,6 @@ import pytest
 from PIL import Image
 
 from metal_engine.checkpoints import image_encoders
-from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.llm import LLM
 from metal_engine.loading.build import build_engine
 from metal_engine.sampling_params import SamplingParams
@@ -26,6 +24,7 @@ from tests.support.image_files import data_url, encoded, picture
 from tests.support.image_serving import END, IMAGE, START, TEMPLATE, seeing_tokenizer
 from tests.support.serving import Served, serve
 from tests.support.vision import QWEN3_VL, TinyVision, VisionPrompt, golden
+from tools.fixtures.fake_engine import in_thread
 
 CHAT = "/v1/chat/completions"
 VOCAB_SIZE = END + 2
@@ -64,8 +63,7 @@ def engine_args(folder: Path) -> EngineArgs:
 @pytest.fixture(scope="module")
 def served(checkpoint: tuple[Path, TinyVision]) -> Iterator[Served]:
     args = engine_args(checkpoint[0])
-    engine = AsyncEngine(EngineThread(lambda: build_engine(args)))
-    engine.start()
+    engine = in_thread(lambda: build_engine(args))
     assert engine.config.model.image_refusal is None
     with serve(engine=engine) as served:
         yield served
@@ -128,7 +126,6 @@ def test_a_conversation_has_mlx_vlms_tokens(checkpoint: tuple[Path, TinyVision],
     assert (second["prompt_token_ids"], second["choices"][0]["token_ids"]) == (ids, output)
     details = second["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] > 48 and details["image_tokens"] == 48 + 50 + 48
-    served.wait_until_idle()
 
 
 def test_other_images_have_other_answers(served: Served) -> None:
@@ -139,7 +136,6 @@ def test_other_images_have_other_answers(served: Served) -> None:
         logprobs.append([entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]])
     assert np.allclose(logprobs[0], logprobs[2], atol=1e-4)
     assert not np.allclose(logprobs[0], logprobs[1], atol=1e-2)
-    served.wait_until_idle()
 
 
 def test_llm_reads_files(checkpoint: tuple[Path, TinyVision], tmp_path: Path) -> None:
@@ -166,8 +162,7 @@ def test_without_mlx_vlm_the_server_names_the_package(
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(image_encoders, "version", version)
-    engine = AsyncEngine(EngineThread(lambda: build_engine(engine_args(checkpoint[0]))))
-    engine.start()
+    engine = in_thread(lambda: build_engine(engine_args(checkpoint[0])))
     with serve(engine=engine) as served:
         reason = "mlx-vlm is not installed: pip install 'metal-engine[vision]'"
         assert httpx.get(f"{served.url}/health").json()["images"] == f"refused: {reason}"

@@ -24,11 +24,12 @@ from metal_engine.output_phases import OutputPhases, ReasoningPhase
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.text.tokenizer import Tokenizer
+from tests.support.golden import GOLDEN_TOOLS, GoldenCase, calling_cases
 from tests.support.serving import MODEL, serve
 from tests.support.splitting import answer_format
 from tests.support.sweeps import sweep
 from tests.support.tiny_engine import tiny_engine, tiny_reference
-from tests.support.tool_formats import RECORDED, TOOLS, Recorded
+from tests.support.tool_formats import TOOLS
 from tools.fixtures.fake_engine import (
     TOOL_TEMPLATE,
     VOCAB_SIZE,
@@ -191,17 +192,17 @@ def answering(
 
 @pytest.mark.parametrize(
     "recorded",
-    sweep(RECORDED, lambda r: r.parser in ("json_tools", "qwen3_coder", "pythonic", "kimi_k2")),
-    ids=lambda r: r.parser,
+    sweep(calling_cases(), lambda case: case.parser in ("json_tools", "qwen3_coder", "pythonic", "kimi_k2")),
+    ids=str,
 )
-def test_a_chat_is_told_apart_as_the_server_does_it(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_is_told_apart_as_the_server_does_it(recorded: GoldenCase, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"<think>\nhm\n</think>\n{recorded.text}"
     names = {"tool_call_parser": recorded.parser, "reasoning_parser": "think"}
     with answering(monkeypatch, script(text), **names) as llm:
-        (result,) = llm.chat(USER, SamplingParams(n=2, max_tokens=1000), tools=TOOLS, use_tqdm=False)
-        (cut,) = llm.chat(USER, SamplingParams(max_tokens=10), tools=TOOLS, use_tqdm=False)
+        (result,) = llm.chat(USER, SamplingParams(n=2, max_tokens=1000), tools=GOLDEN_TOOLS, use_tqdm=False)
+        (cut,) = llm.chat(USER, SamplingParams(max_tokens=10), tools=GOLDEN_TOOLS, use_tqdm=False)
         (plain,) = llm.chat(USER, use_tqdm=False, sampling_params=SamplingParams(max_tokens=1000))
-    served: Any = {"model": MODEL, "messages": USER, "tools": TOOLS}
+    served: Any = {"model": MODEL, "messages": USER, "tools": GOLDEN_TOOLS}
     with serve(
         script(text),
         config=ROOMY,
@@ -215,7 +216,7 @@ def test_a_chat_is_told_apart_as_the_server_does_it(recorded: Recorded, monkeypa
         assert [(call.name, call.arguments) for call in output.tool_calls] == [
             (call.function.name, call.function.arguments) for call in message.tool_calls
         ]
-    assert (result.content, result.reasoning) == (recorded.content or None, "hm")
+    assert (result.content, result.reasoning) == (recorded.content, "hm")
     assert [call.name for call in result.tool_calls] == [name for name, _ in recorded.calls]
     assert (cut.text, cut.content, cut.reasoning, cut.tool_calls) == (text[:10], "", "hm", ())
     # Without tools, calls are not parsed.

@@ -31,8 +31,7 @@ def format_of(name: str) -> AnswerFormat:
 
 
 def splitter(name: str, tools: list[dict], *, incremental: bool = False) -> Splitter:
-    make = HarmonySplitter if name == "harmony" else MarkSplitter
-    return make(format_of(name), tools, incremental=incremental)
+    return (HarmonySplitter if name == "harmony" else MarkSplitter)(format_of(name), tools, incremental=incremental)
 
 
 def closers(name: str) -> list[str]:
@@ -50,8 +49,7 @@ def check_walk(name: str, kind: str, seed: int) -> bool:
     assert phase is not None, describe(tools)
     trigger = rng.choice(phase.triggers)
     opened = [i for i in range(len(trigger.arguments)) if rng.random() < 0.1]
-    wanted = json.loads(CallGrammar(trigger, vocabulary(kind).ids).wanted(opened))
-    trigger = replace(trigger, grammar=wanted["call"])
+    trigger = replace(trigger, grammar=json.loads(CallGrammar(trigger, vocabulary(kind).ids).wanted(opened))["call"])
     open_tools = {trigger.arguments[i].rule for i in opened}
     rest = walk(rng, vocabulary(kind), trigger, closers(name), rng.choice([0, 10, 40, 120]))
     if rest is None:
@@ -75,15 +73,10 @@ def check_walk(name: str, kind: str, seed: int) -> bool:
     return True
 
 
-def check_walks(name: str, num_walks: int) -> None:
-    ended = [check_walk(name, KINDS[seed % 2], seed) for seed in range(num_walks)]
-    assert sum(ended) >= 0.9 * num_walks
-
-
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("num_walks", [10, pytest.param(667, marks=pytest.mark.full)])
 def test_random_calls_are_read_and_valid(name: str, num_walks: int) -> None:
-    check_walks(name, num_walks)
+    assert sum(check_walk(name, KINDS[seed % 2], seed) for seed in range(num_walks)) >= 0.9 * num_walks
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,8 +87,7 @@ def test_values_with_the_texts_of_special_tokens(name: str, kind: str) -> None:
     assert known.tool is not None
     marks = {*closers(name), *getattr(known.syntax, "without", ())} - {'"'}
     inexpressible = set() if name == "kimi_k3" else marks  # it also writes arguments as JSON
-    texts = {"<|im_end|>", known.tool.tool_call_start, known.tool.tool_call_end, "<think>", *marks}
-    for text in sorted(texts):
+    for text in sorted({"<|im_end|>", known.tool.tool_call_start, known.tool.tool_call_end, "<think>", *marks}):
         value = f"a {text} b"
         schema = {"type": "object", "properties": {"x": {"enum": [value]}}, "required": ["x"]}
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]

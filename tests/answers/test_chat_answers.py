@@ -116,8 +116,7 @@ def in_reasoning_after(text: str, begun: bool) -> list[bool]:
     states = [begun]
     since = 0
     for end in range(1, len(text) + 1):
-        mark = THINK.end if states[-1] else THINK.start
-        crossed = text[since:end].endswith(mark)
+        crossed = text[since:end].endswith(THINK.end if states[-1] else THINK.start)
         since = end if crossed else since
         states.append(states[-1] != crossed)
     return states
@@ -147,8 +146,7 @@ def test_a_header_may_be_so_long_wherever_it_is_cut() -> None:
         reader = ChatAnswers(harmony_format(), NO_TOOLS).reader
         whole = assemble(reader(incremental=False).add(text, (), "stop"))
         one = reader(incremental=False)
-        cut = [delta for ch in text for delta in one.add(ch, ())]
-        assert assemble(cut + one.add("", (), "stop")) == whole
+        assert assemble([delta for ch in text for delta in one.add(ch, ())] + one.add("", (), "stop")) == whole
         assert whole.reasoning == ("hm" if length <= 1000 else None)
 
 
@@ -172,28 +170,19 @@ LISTED = f'[{{"name": "find_trains", "parameters": {ARGUMENTS}}}]'
 
 
 @pytest.mark.parametrize(("name", "text"), [("find_trains", ARGUMENTS), (None, LISTED)], ids=["named", "required"])
-@pytest.mark.parametrize(
-    ("before", "in_reasoning", "past_reasoning", "reasoning"),
-    [
-        ("hm\n</think>\n\n", True, False, "hm"),
-        ("<think>\nhm</think>", False, False, "hm"),
-        ("", False, False, None),
-        ("", False, True, None),
-    ],
-    ids=["begun", "own", "none", "past"],
-)
+@pytest.mark.parametrize(("before", "in_reasoning", "past_reasoning", "reasoning"), [
+    ("hm\n</think>\n\n", True, False, "hm"),
+    ("<think>\nhm</think>", False, False, "hm"),
+    ("", False, False, None),
+    ("", False, True, None),
+], ids=["begun", "own", "none", "past"])  # fmt: skip
 def test_forced_calls_follow_the_reasoning(
     name: str | None, text: str, before: str, in_reasoning: bool, past_reasoning: bool, reasoning: str | None
 ) -> None:
     forced = ToolPlan(shown=TOOLS, asked_for=True, forced=True, name=name)
     answers = ChatAnswers(AnswerFormat(reasoning=THINK), forced, in_reasoning, past_reasoning)
     for parts in cuts(before + text):
-        reader = answers.reader(incremental=True)
-        deltas = [delta for part in parts for delta in reader.add(part, ())]
-        answer = assemble(deltas + reader.add("", (), "stop"))
-        assert (answer.content, answer.reasoning) == (None, reasoning)
-        assert [(call.name, call.arguments) for call in answer.tool_calls] == [("find_trains", ARGUMENTS)]
-        assert reader.num_calls == 1
+        assert parsed(answers, parts) == (None, reasoning, [("find_trains", ARGUMENTS)])
     reader = answers.reader(incremental=True)
     reader.add(before + text, [len(before), len(before + text)], "stop")
     assert reader.num_reasoning_tokens == (reasoning is not None)
@@ -203,8 +192,7 @@ def test_forced_calls_of_gpt_oss_follow_its_reasoning() -> None:
     forced = ToolPlan(shown=TOOLS, asked_for=True, forced=True, name="find_trains")
     for arguments in (ARGUMENTS, '{"city": "<|end|><|call|><|start|>"}'):
         for parts in cuts(f"{HARMONY_THOUGHT}<|channel|>final<|message|>{arguments}"):
-            answer = parsed(ChatAnswers(harmony_format(), forced), parts)
-            assert answer == (None, "hm hm", [("find_trains", arguments)])
+            assert parsed(ChatAnswers(harmony_format(), forced), parts) == (None, "hm hm", [("find_trains", arguments)])
 
 
 def test_a_forced_output_that_is_cut_off_within_its_reasoning_has_no_call() -> None:
@@ -214,18 +202,15 @@ def test_a_forced_output_that_is_cut_off_within_its_reasoning_has_no_call() -> N
     assert reader.num_calls == 0
 
 
-@pytest.mark.parametrize(
-    ("given", "content", "has_phase"),
-    [
-        ({"json": {"type": "object"}}, '{"a": "<think>"}', True),
-        ({"json_object": True}, "{}", True),
-        ({"choice": ("yes", "no")}, "yes", True),
-        ({"regex": "[ab]+"}, "abba", True),
-        ({"grammar": 'start: "a"+'}, "aa", True),
-        # The grammar spells out the mark that ends reasoning, so it includes the reasoning.
-        ({"regex": r"[a-z ]+</think>\d+"}, "7", False),
-    ],
-)
+@pytest.mark.parametrize(("given", "content", "has_phase"), [
+    ({"json": {"type": "object"}}, '{"a": "<think>"}', True),
+    ({"json_object": True}, "{}", True),
+    ({"choice": ("yes", "no")}, "yes", True),
+    ({"regex": "[ab]+"}, "abba", True),
+    ({"grammar": 'start: "a"+'}, "aa", True),
+    # The grammar spells out the mark that ends reasoning, so it includes the reasoning.
+    ({"regex": r"[a-z ]+</think>\d+"}, "7", False),
+])  # fmt: skip
 def test_a_structured_output_follows_the_reasoning(given: dict[str, Any], content: str, has_phase: bool) -> None:
     known = answer_format("json_tools")
     begun = ChatAnswers.for_prompt(known, NO_TOOLS, [], lambda ids: "assistant\n<think>\n")
@@ -238,11 +223,8 @@ def test_a_structured_output_follows_the_reasoning(given: dict[str, Any], conten
             continue
         for parts in cuts(before + content):
             for incremental in (False, True):
-                reader = under.reader(incremental=incremental)
-                deltas = [delta for part in parts for delta in reader.add(part, ())]
-                answer = assemble(deltas + reader.add("", (), "stop"))
-                reasoning = "hm hm" if before else None
-                assert (answer.content, answer.reasoning, answer.tool_calls) == (content, reasoning, ())
+                found = parsed(under, parts, incremental=incremental)
+                assert found == (content, "hm hm" if before else None, [])
 
 
 STRUCTURE = '{"a": "<think></think><tool_call><|end|><|call|><|return|><|channel|>analysis<|message|>"}'
@@ -265,8 +247,7 @@ def test_a_structured_output_or_calls(
     """The content is exactly the structured output, with any marks in it. With tools, calls may replace the content."""
     answers = ChatAnswers.for_prompt(known, plan, [], lambda ids: "assistant")
     for structure in (STRUCTURE, '["[TOOL_CALLS]"]', '"<tool_call>"', "{}"):
-        params = SamplingParams(structured_outputs=StructuredOutputsParams(json=True))
-        under, _ = answers.applied_to(params)
+        under, _ = answers.applied_to(SamplingParams(structured_outputs=StructuredOutputsParams(json=True)))
         for parts in cuts(before + content_start + structure):
             assert parsed(under, parts) == (structure, "hm hm" if before else None, [])
     for parts in cuts(before + call) if plan is PARSED else ():
@@ -274,9 +255,11 @@ def test_a_structured_output_or_calls(
         assert (content, reasoning, calls) == (None, "hm hm" if before else None, [("find_trains", '{"city": "Rome"}')])
 
 
-def parsed(answers: ChatAnswers, parts: list[str]) -> tuple[str | None, str | None, list[tuple[str, str]]]:
+def parsed(
+    answers: ChatAnswers, parts: list[str], *, incremental: bool = True
+) -> tuple[str | None, str | None, list[tuple[str, str]]]:
     """Return the content, the reasoning, and the calls of an answer."""
-    reader = answers.reader(incremental=True)
+    reader = answers.reader(incremental=incremental)
     deltas = [delta for part in parts for delta in reader.add(part, ())]
     answer = assemble(deltas + reader.add("", (), "stop"))
     assert reader.num_calls == len(answer.tool_calls)
@@ -297,8 +280,7 @@ def test_a_continued_message_of_gpt_oss_has_its_structure_from_the_first_token()
 )
 def test_a_prompt_after_the_reasoning(prompt: str, continues: bool) -> None:
     """The grammar applies from the first token. A budget changes nothing."""
-    known = answer_format("json_tools")
-    answers = ChatAnswers.for_prompt(known, NO_TOOLS, [], lambda ids: prompt, continues=continues)
+    answers = ChatAnswers.for_prompt(answer_format("json_tools"), NO_TOOLS, [], lambda ids: prompt, continues=continues)
     assert answers.past_reasoning and not answers.in_reasoning
     for more in ({}, {"structured_outputs": StructuredOutputsParams(json_object=True)}, {"stop": ("a",)}):
         params = SamplingParams(**more)  # type: ignore[arg-type]
@@ -338,8 +320,7 @@ def test_another_end_mark_of_reasoning_that_a_budget_or_the_prompt_ended(
         ('so "\n</think>', 'so "'),
     ):
         for parts in cuts(begun + content):
-            shown = content if expected is None or not drops else expected
-            assert parsed(answers, parts) == (shown, reasoning, [])
+            assert parsed(answers, parts) == (content if expected is None or not drops else expected, reasoning, [])
 
 
 def test_a_whole_call_after_another_end_mark() -> None:
@@ -389,8 +370,7 @@ def test_the_grammar_of_calls() -> None:
     for tool_grammar in ("required", "never"):
         assert answers.applied_to(SamplingParams(), tool_grammar=tool_grammar)[1].phases is None
     for fields, has_calls in (({"json_object": True}, True), ({"json": {}}, True), ({"choice": ("a",)}, False)):
-        structured = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))  # type: ignore[arg-type]
-        phases = answers.applied_to(structured)[1].phases
+        phases = answers.applied_to(SamplingParams(structured_outputs=StructuredOutputsParams(**fields)))[1].phases
         assert phases is not None and (phases.calls is not None) == has_calls
 
 

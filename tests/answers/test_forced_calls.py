@@ -15,8 +15,7 @@ from tests.support.tool_formats import TRAINS, WEATHER
 
 
 def test_forced_calls() -> None:
-    listed = json.dumps([{"name": name, "parameters": arguments} for name, arguments in (WEATHER, TRAINS)])
-    for parts in cuts(listed):
+    for parts in cuts(json.dumps([{"name": name, "parameters": arguments} for name, arguments in (WEATHER, TRAINS)])):
         assert run(ForcedCallSplitter(None), parts)[:3] == ("", "", [WEATHER, TRAINS])
         assert run(ForcedCallSplitter(None, parallel=False), parts)[:3] == ("", "", [WEATHER])
     arguments = json.dumps(WEATHER[1])

@@ -40,8 +40,7 @@ def answers(case: GoldenCase) -> ChatAnswers:
 def read(chat: ChatAnswers, parts: Iterable[str], reason: str, *, incremental: bool = False) -> tuple:
     """Return the content, the reasoning, the calls and their ids."""
     reader = chat.reader(incremental=incremental)
-    deltas = [delta for part in parts for delta in reader.add(part, ())]
-    answer = assemble(deltas + reader.add("", (), reason))
+    answer = assemble([delta for part in parts for delta in reader.add(part, ())] + reader.add("", (), reason))
     assert reader.num_calls == len(answer.tool_calls)
     calls = [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
     ids = [call.id for call in answer.tool_calls]

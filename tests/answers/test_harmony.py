@@ -42,16 +42,13 @@ def test_arguments_come_as_they_are_written() -> None:
     assert splitter.finish(truncated=False) == [ArgumentsDelta(0, "}")]
 
 
-MALFORMED = [
+@pytest.mark.parametrize("text", [
     "<|channel|>commentary to=functions.no_such_tool<|message|>{}<|call|>",
     "<|channel|>commentary to=functions.get_weather<|message|>[1]<|call|>",
     "<|channel|>commentary to=browser.search<|message|>{}<|call|>",
     "<|channel|>commentary to=tools.get_weather<|message|>{}<|call|>",
     "<|channel|>commentary to=python<|message|>print(1)<|call|>",
-]
-
-
-@pytest.mark.parametrize("text", MALFORMED)
+])  # fmt: skip
 def test_malformed_calls_are_text(text: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     for incremental in (False, True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pkgutil
 import re
 import warnings
@@ -17,15 +16,15 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.deltas import ArgumentsDelta, CallStart, TextDelta
 from metal_engine.answers.mark_splitter import MarkSplitter, _CallsAtEnd
 from metal_engine.settings.format_names import TOOL_PARSER_ALIASES, TOOL_PARSERS
+from tests.support.golden import calling_cases
 from tests.support.splitting import THINK, answer_format, cuts, deltas, run
-from tests.support.tool_formats import MALFORMED, RECORDED, TOOLS, TRAINS
+from tests.support.tool_formats import TOOLS, TRAINS
 
 
-def test_every_parser_of_mlx_lm_is_known_and_tested() -> None:
+def test_every_parser_of_mlx_lm_is_known() -> None:
     modules = {info.name for info in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)}
     own = {"deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "llama3_json", "llama4_pythonic", "olmo3"}
     assert not own & modules and set(TOOL_PARSERS) == modules | own | {"auto", "none"}
-    assert {r.parser for r in RECORDED} == modules | own == MALFORMED.keys()
     assert set(TOOL_PARSER_ALIASES.values()) <= modules
 
 
@@ -60,17 +59,14 @@ def test_arguments_come_as_they_are_written(name: str) -> None:
 
 
 # Parser, text of a malformed call, and the arguments that are streamed before the error is detected.
-SPOILT = [
+@pytest.mark.parametrize(("name", "text", "arguments"), [
     ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"city": Rome}}</tool_call>', '{"city": '),
     ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"city": 1} or so</tool_call>', '{"city": 1'),
     ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"a": NaN}}</tool_call>', '{"a": '),
     ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"a": 1}, "name": "get_weather"}</tool_call>',
      '{"a": 1'),
-    ("mistral", MALFORMED["mistral"].removeprefix("Hm. "), '{"city": '),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "text", "arguments"), SPOILT)
+    ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": So be it.', '{"city": '),
+])  # fmt: skip
 def test_a_begun_call_that_is_none_is_text_too(
     name: str, text: str, arguments: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,19 +110,7 @@ def test_a_call_of_an_unknown_tool_is_logged_with_its_name(
     assert "there is no tool 'no_such_tool'" in caplog.text
 
 
-@pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_calls_are_text(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)
-    for parts in cuts(MALFORMED[name]):
-        content, reasoning, calls, _ = run(MarkSplitter(answer_format(name), TOOLS), parts)
-        assert (content, reasoning, calls) == (MALFORMED[name], "", [])
-    caplog.set_level(logging.WARNING)
-    run(MarkSplitter(answer_format(name), TOOLS), [MALFORMED[name]])
-    (record,) = caplog.records
-    assert "malformed" in record.getMessage()
-
-
-BAD_CALLS = [
+@pytest.mark.parametrize("body", [
     '{"name": "no_such_tool", "arguments": {}}',
     '{"name": "get_weather", "arguments": [1]}',
     '{"name": "get_weather", "arguments": "city"}',
@@ -141,10 +125,7 @@ BAD_CALLS = [
     '{"name": ["get_weather"], "arguments": {}}',
     '["get_weather"]', "[]", "5", "null", "", "{}",
     '{"a":' * 5000,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("body", BAD_CALLS)
+])  # fmt: skip
 def test_calls_of_nothing(body: str) -> None:
     text = f"<tool_call>{body}</tool_call>"
     assert run(MarkSplitter(answer_format("json_tools"), TOOLS), [text])[:3] == (text, "", [])
@@ -171,13 +152,13 @@ def test_several_calls(text: str, parallel: bool) -> None:
 
 
 def test_without_tools_calls_are_text() -> None:
-    for recorded in RECORDED:
-        for parts in ([recorded.text], list(recorded.text)):
-            content, _, calls, _ = run(MarkSplitter(answer_format(recorded.parser), []), parts)
-            assert content == recorded.text and not calls
+    for case in calling_cases():
+        for parts in ([case.text], list(case.text)):
+            content, _, calls, _ = run(MarkSplitter(answer_format(case.parser), []), parts)
+            assert content == case.text and not calls
 
 
-REASONED = [
+@pytest.mark.parametrize(("begun", "text", "content", "reasoning"), [
     # True if the prompt starts the reasoning; text, content, reasoning
     (True, "hm\nhm\n</think>\n\nYes. ", "Yes. ", "hm\nhm"),
     (True, "\n\nhm", "", "hm"),
@@ -188,14 +169,10 @@ REASONED = [
     (False, "a < b, <thin> </think> <think", "a < b, <thin> </think> <think", ""),
     (False, "  spaces  ", "  spaces  ", ""),
     (False, "<think>never ends ", "", "never ends "),
-]
-
-
-@pytest.mark.parametrize(("begun", "text", "content", "reasoning"), REASONED)
+])  # fmt: skip
 def test_reasoning(begun: bool, text: str, content: str, reasoning: str) -> None:
     for parts in cuts(text):
-        splitter = MarkSplitter(AnswerFormat(reasoning=THINK), in_reasoning=begun)
-        assert run(splitter, parts)[:2] == (content, reasoning)
+        assert run(MarkSplitter(AnswerFormat(reasoning=THINK), in_reasoning=begun), parts)[:2] == (content, reasoning)
 
 
 def test_content_is_not_held_back_longer_than_it_must() -> None:
@@ -243,13 +220,10 @@ def test_a_string_without_an_end_does_not_hide_later_calls() -> None:
         assert run(MarkSplitter(answer_format("json_tools"), TOOLS), parts)[:3] == (text, "", [TRAINS])
 
 
-REPEATED_IDS = [
+@pytest.mark.parametrize("text", [
     '[TOOL_CALLS]find_trains[CALL_ID]abc[ARGS]{"city": "Rome"}' * 2,
     '[TOOL_CALLS]find_trains[CALL_ID]abc[ARGS]{"city": "Rome"}find_trains[CALL_ID]abc[ARGS]{"city": "Rome"}',
-]
-
-
-@pytest.mark.parametrize("text", REPEATED_IDS)
+])  # fmt: skip
 @pytest.mark.parametrize("incremental", [False, True])
 def test_calls_with_the_same_id_get_ids_of_their_own(text: str, incremental: bool) -> None:
     for parts in cuts(text):
@@ -302,8 +276,7 @@ def test_unclosed_parameters_are_searched_once(end: str) -> None:
     """A quadratic search would take seconds."""
     arguments = {f"p{i}": "Rome" for i in range(8000)}
     text = "<function=find_trains>" + "".join(f"<parameter={name}>Rome" for name in arguments) + end
-    calls = run(MarkSplitter(answer_format("qwen3_coder"), TOOLS), [text])[2]
-    assert calls == [("find_trains", arguments)]
+    assert run(MarkSplitter(answer_format("qwen3_coder"), TOOLS), [text])[2] == [("find_trains", arguments)]
 
 
 class CountedPattern:

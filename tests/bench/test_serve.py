@@ -87,7 +87,6 @@ def test_images(tmp_path: Path, tokenizer_folder: str, capsys: pytest.CaptureFix
         served.engine.preparer.prepare_all = recorded  # type: ignore[method-assign]
         sizes: dict[str, object] = {"images": 2, "image_size": "64x48", "save_result": str(saved)}
         summary = bench_serve(args(served.url, tokenizer_folder, endpoint="chat", num_prompts=5, **sizes))
-        served.wait_until_idle()
     assert (summary.num_ok, summary.num_failed, summary.image_tokens) == (5, 0, 5 * 2 * 48)
     assert "Image tokens:" in capsys.readouterr().out
     assert {request["image_len"] for request in json.loads(saved.read_text())["requests"]} == {96}
@@ -106,8 +105,7 @@ def test_images_precede_the_text_of_the_last_message() -> None:
     system, parts = {"role": "system", "content": "a"}, [{"type": "text", "text": "b"}]
     image = {"type": "image_url", "image_url": {"url": "data:x"}}
     for content in ("b", parts):
-        messages = [system, {"role": "user", "content": content}]
-        request = BenchRequest("b", 1, messages=messages, images=("data:x",))
+        request = BenchRequest("b", 1, messages=[system, {"role": "user", "content": content}], images=("data:x",))
         assert request.chat_messages == [system, {"role": "user", "content": [image, *parts]}]
     assert BenchRequest("b", 1).chat_messages == [{"role": "user", "content": "b"}]
 
@@ -150,8 +148,7 @@ def test_refused_requests_are_failures(served: Served, tokenizer_folder: str) ->
 def test_an_answer_that_ends_early_is_noticed(echoing: Served, tokenizer_folder: str) -> None:
     """The server stops at an end-of-sequence token, although the request has ignore_eos."""
     settings = {"input_len": 4, "output_len": 30, "extra_body": '{"ignore_eos": false}'}
-    failed = bench_serve(args(echoing.url, tokenizer_folder, num_warmups=0, **settings))
-    assert failed.num_failed == 12
+    assert bench_serve(args(echoing.url, tokenizer_folder, num_warmups=0, **settings)).num_failed == 12
     fine = bench_serve(args(echoing.url, tokenizer_folder, num_warmups=0, ignore_eos=False, **settings))
     assert fine.num_failed == 0 and fine.output_tokens < 12 * 30
 
@@ -178,20 +175,17 @@ def answering(events: list[str]) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize(
-    ("events", "error"),
-    [
-        ([chunk("a"), chunk("b", "length"), USAGE, "[DONE]"], ""),
-        ([chunk("a"), chunk("b", "length"), USAGE], "without [DONE]"),
-        ([chunk("a"), chunk("b", "length"), "[DONE]"], "no usage"),
-        ([chunk("a"), chunk("b"), USAGE, "[DONE]"], "no finish_reason"),
-        ([chunk("", "length"), USAGE, "[DONE]"], "no text"),
-        ([chunk("a"), '{"error": {"message": "boom"}}'], "boom"),
-        ([chunk("a", "length"), USAGE.replace('s": 2,', 's": 3,'), "[DONE]"], "3 tokens, but 2 were requested"),
-        ([chunk("a", "length"), USAGE.replace("20", "11"), "[DONE]"], "11 prompt tokens were read"),
-        (["{"], "JSON"),
-    ],
-)
+@pytest.mark.parametrize(("events", "error"), [
+    ([chunk("a"), chunk("b", "length"), USAGE, "[DONE]"], ""),
+    ([chunk("a"), chunk("b", "length"), USAGE], "without [DONE]"),
+    ([chunk("a"), chunk("b", "length"), "[DONE]"], "no usage"),
+    ([chunk("a"), chunk("b"), USAGE, "[DONE]"], "no finish_reason"),
+    ([chunk("", "length"), USAGE, "[DONE]"], "no text"),
+    ([chunk("a"), '{"error": {"message": "boom"}}'], "boom"),
+    ([chunk("a", "length"), USAGE.replace('s": 2,', 's": 3,'), "[DONE]"], "3 tokens, but 2 were requested"),
+    ([chunk("a", "length"), USAGE.replace("20", "11"), "[DONE]"], "11 prompt tokens were read"),
+    (["{"], "JSON"),
+])  # fmt: skip
 def test_every_answer_is_checked(
     events: list[str], error: str, tokenizer_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

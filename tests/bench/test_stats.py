@@ -113,27 +113,24 @@ def test_all_at_once() -> None:
     assert (arrival_times(5, math.inf, 1.0, seed=0) == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"goodput": ("ttfb:5",)}, "--goodput must be"),
-        ({"goodput": ("ttft",)}, "--goodput must be"),
-        ({"goodput": ("ttft:nan",)}, "--goodput must be"),
-        ({"goodput": ("tpot:0",)}, "--goodput must be"),
-        ({"percentiles": ("101",)}, "--percentiles"),
-        ({"percentiles": ("high",)}, "--percentiles"),
-        ({"request_rate": 0.0}, "--request-rate"),
-        ({"burstiness": -1.0}, "--burstiness"),
-        ({"num_prompts": 0}, "--num-prompts"),
-        ({"max_concurrency": 0}, "--max-concurrency"),
-        ({"dataset_name": "custom"}, "--dataset-path"),
-        ({"dataset_path": "x.jsonl"}, "--dataset-path"),
-        ({"dataset_name": "prefix"}, "--prefix-len"),
-        ({"base_url": "localhost:8000"}, "--base-url"),
-        ({"range_ratio": 1.0}, "--range-ratio"),
-        *[({name: inf}, flag(name)) for name in ("burstiness", "temperature", "request_timeout", "ready_timeout")],
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"goodput": ("ttfb:5",)}, "--goodput must be"),
+    ({"goodput": ("ttft",)}, "--goodput must be"),
+    ({"goodput": ("ttft:nan",)}, "--goodput must be"),
+    ({"goodput": ("tpot:0",)}, "--goodput must be"),
+    ({"percentiles": ("101",)}, "--percentiles"),
+    ({"percentiles": ("high",)}, "--percentiles"),
+    ({"request_rate": 0.0}, "--request-rate"),
+    ({"burstiness": -1.0}, "--burstiness"),
+    ({"num_prompts": 0}, "--num-prompts"),
+    ({"max_concurrency": 0}, "--max-concurrency"),
+    ({"dataset_name": "custom"}, "--dataset-path"),
+    ({"dataset_path": "x.jsonl"}, "--dataset-path"),
+    ({"dataset_name": "prefix"}, "--prefix-len"),
+    ({"base_url": "localhost:8000"}, "--base-url"),
+    ({"range_ratio": 1.0}, "--range-ratio"),
+    *[({name: inf}, flag(name)) for name in ("burstiness", "temperature", "request_timeout", "ready_timeout")],
+])  # fmt: skip
 def test_settings_that_cannot_work(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BenchServeArgs(**settings)

@@ -98,8 +98,7 @@ def test_a_full_disk() -> None:
 
 def test_ranks_are_told_with_what_each_has() -> None:
     ranks = (RankInfo(host="a", weight_bytes=1 << 30, peak_bytes=2 << 30, num_layers=30),) * 2
-    shown = startup_rows(dataclasses.replace(fake_config(), ranks=ranks), URL, ("fake",))["ranks"]
-    assert shown == (
+    assert startup_rows(dataclasses.replace(fake_config(), ranks=ranks), URL, ("fake",))["ranks"] == (
         "2; 0 on a: 30 layers, weights 1.00 GiB (at most 2.00 GiB to read them); "
         "1 on a: 30 layers, weights 1.00 GiB (at most 2.00 GiB to read them)"
     )

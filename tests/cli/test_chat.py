@@ -94,8 +94,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines += ["/clear", "Two?", "/nothing", "/help", " /slash first", "/usr/bin?", "/exit", "Never."]
     model, shown, _ = talk("\n".join(lines), says("1."), says("2."), says("3."), says("4."))
     system = {"role": "system", "content": "Be\nbrief."}
-    asked = [[system, user("One?")], [system, user("Two?")]]
-    assert model.asked[:2] == asked
+    assert model.asked[:2] == [[system, user("One?")], [system, user("Two?")]]
     assert [messages[-1]["content"] for messages in model.asked] == ["One?", "Two?", "/slash first", "/usr/bin?"]
     assert shown == "1.\n2.\n3.\n4.\n"
     assert json.loads(as_json.read_text()) == [system, user("One?"), assistant("1.")]
@@ -193,8 +192,7 @@ def test_a_model_has_no_power_over_the_terminal() -> None:
 @given(st.text("ab \n日\t", max_size=60), st.lists(st.integers(0, 60), max_size=5), st.integers(4, 20))
 def test_no_line_is_too_wide_and_no_word_is_broken(text: str, cuts: list[int], width: int) -> None:
     ends = sorted(min(cut, len(text)) for cut in cuts)
-    pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
-    shown = wrapped(pieces, width)
+    shown = wrapped([text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)], width)
     assert shown == wrapped([text], width)  # wherever it is cut
     assert all(cell_len(line.rstrip()) <= width for line in shown.split("\n"))
     assert "".join(shown.split()) == "".join(text.split())
@@ -245,16 +243,13 @@ def test_what_is_no_server_of_models(body: bytes, odd_server: str, monkeypatch: 
         served_models(odd_server)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b"", "ended the answer early"),
-        (b'data: {"choices": []}\n\n', "ended the answer early"),
-        (b"data: {\n\n", "not JSON"),
-        (b"data: 5\n\n", "not a JSON object"),
-        (b'data: {"error": {"message": "a step\\nfailed"}}\n\n', "a step failed"),
-    ],
-)
+@pytest.mark.parametrize(("body", "message"), [
+    (b"", "ended the answer early"),
+    (b'data: {"choices": []}\n\n', "ended the answer early"),
+    (b"data: {\n\n", "not JSON"),
+    (b"data: 5\n\n", "not a JSON object"),
+    (b'data: {"error": {"message": "a step\\nfailed"}}\n\n', "a step failed"),
+])  # fmt: skip
 def test_streams_that_go_wrong(body: bytes, message: str, odd_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OddServer, "body", body)
     with pytest.raises(AnswerError, match=message):
@@ -276,8 +271,7 @@ def test_a_loaded_model_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(llm.tokenizer, "apply_chat_template", lambda messages: [5, 6, 7])
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         pieces = list(LocalModel(llm, params).answer([user("Hi")]))
-        expected = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0]
-        assert "".join(piece.text for piece in pieces) == expected.text
+        assert "".join(piece.text for piece in pieces) == llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].text
         assert pieces[-1].num_tokens == 6
         monkeypatch.setattr(llm.tokenizer, "apply_chat_template", lambda messages: [5] * 100_000)
         with pytest.raises(AnswerError, match="maximum context length"):
@@ -406,8 +400,7 @@ def test_whom_a_chat_cannot_talk_to(
 def test_a_pipe_is_read_and_written(echoing: Served) -> None:
     """Includes bytes that are not UTF-8. The notes are not part of the output."""
     command = [sys.executable, "-m", "metal_engine", "chat", "--url", echoing.url]
-    text = b"One.\\\nTwo.\n/clear\n\xff Hi\n"
-    done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, input=b"One.\\\nTwo.\n/clear\n\xff Hi\n", capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode().splitlines()
     assert any("One." in line for line in lines) and any("Two." in line for line in lines)

@@ -40,8 +40,7 @@ class Shouting(QuietHandler):
         self.send_body(b'{"data": [{"id": "shouter", "owned_by": "somebody"}]}')
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = body["messages"][-1]["content"]
+        text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
         self.send_response(200)
         self.end_headers()
         num_tokens = 0

@@ -61,8 +61,7 @@ def named_flags(text: str) -> set[str]:
     for line in FENCE.sub("", text).splitlines():
         cells = line.split("|")
         is_theirs = line.startswith("|") and (is_theirs or (len(cells) > 2 and cells[2].strip() == "metal-engine"))
-        prose = "|".join(cells[2:]) if is_theirs else line
-        for span in re.findall(r"`([^`]+)`", prose):
+        for span in re.findall(r"`([^`]+)`", "|".join(cells[2:]) if is_theirs else line):
             if span.startswith(("--", "metal-engine ")):
                 found.update(FLAG.findall(span))
     return found
@@ -71,8 +70,7 @@ def named_flags(text: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_exist(page: Path) -> None:
     # The section about differences at the end of docs/api.md has flags of other programs.
-    flags = named_flags(page.read_text(encoding="utf-8").partition("\n## What differs")[0])
-    assert flags - known_flags() == set()
+    assert named_flags(page.read_text(encoding="utf-8").partition("\n## What differs")[0]) - known_flags() == set()
 
 
 @pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "CONTRIBUTING.md"], ids=lambda page: page.name)
@@ -120,8 +118,7 @@ def test_configuration_parses() -> None:
 
 def test_every_client_that_is_tried_is_on_the_page() -> None:
     text = text_of("connect.md")
-    headings = {heading.lower() for heading in re.findall(r"^### (.+)$", text, re.MULTILINE)}
-    assert set(CLIENTS) <= headings
+    assert set(CLIENTS) <= {heading.lower() for heading in re.findall(r"^### (.+)$", text, re.MULTILINE)}
     for client in CLIENTS.values():
         assert (TRIES / client.script).is_file()
         assert f"| {client.name} | {client.package} " in text, "run `python -m tools.clients.run --write`"
@@ -164,8 +161,7 @@ def test_figures_of_the_readme() -> None:
     reasons = readme[readme.index("## Why use it") : readme.index("**Models are checked")]
     figures = re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?= MiB| tokens/s|\*\*|[ .](?:\||\n))", table + reasons)
     assert len(figures) > 24
-    known = set(re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?!\w)", notes))
-    assert set(figures) - known == set()
+    assert set(figures) - set(re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?!\w)", notes)) == set()
 
 
 def test_the_chart(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.server_args import ServerArgs
 
 NAME, ORIGINS = "--served-model-name", "--allowed-origins"
-CASES = [
+
+
+@pytest.mark.parametrize(("given", "expected"), [
     (f"demo {NAME} a b", f"demo {NAME} a {NAME} b"),
     (f"demo {NAME} a b --port 1 c", f"demo {NAME} a {NAME} b --port 1 c"),
     (f"demo {NAME}=a b {ORIGINS} x y", f"demo {NAME}=a {NAME} b {ORIGINS} x {ORIGINS} y"),
@@ -24,10 +26,7 @@ CASES = [
     (f"{NAME} a demo b", f"{NAME} a demo b"),  # ambiguous
     (f"demo {NAME} a -- b", f"demo {NAME} a -- b"),
     (f"demo {NAME}", f"demo {NAME}"),
-]
-
-
-@pytest.mark.parametrize(("given", "expected"), CASES)
+])  # fmt: skip
 def test_flags_are_repeated(given: str, expected: str) -> None:
     assert with_flags_repeated(given.split(), {NAME, ORIGINS}, {"--no-cache"}, 1) == expected.split()
 

@@ -75,18 +75,15 @@ def test_what_is_on_the_hub_is_shown_without_a_download(hub: FakeHub, tmp_path: 
     assert not (tmp_path / "hub").exists()
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (("pull", "org/unknown"), "org/unknown: mlx-lm has no architecture 'nonesuch'"),
-        (("pull", "org/none"), "no repository org/none"),
-        (("pull", "./somewhere"), "./somewhere is a path"),
-        (("show", "org/none"), "no repository org/none"),
-        (("show", "demo"), "demo is not in the cache"),
-        (("rm", "demo", "--yes"), "the demo model is not in the cache"),
-        (("rm", "org/none", "--yes"), "org/none is not in the cache"),
-    ],
-)
+@pytest.mark.parametrize(("command", "message"), [
+    (("pull", "org/unknown"), "org/unknown: mlx-lm has no architecture 'nonesuch'"),
+    (("pull", "org/none"), "no repository org/none"),
+    (("pull", "./somewhere"), "./somewhere is a path"),
+    (("show", "org/none"), "no repository org/none"),
+    (("show", "demo"), "demo is not in the cache"),
+    (("rm", "demo", "--yes"), "the demo model is not in the cache"),
+    (("rm", "org/none", "--yes"), "org/none is not in the cache"),
+])  # fmt: skip
 def test_errors_are_one_line(hub: FakeHub, command: tuple[str, ...], message: str) -> None:
     result = run(*command)
     assert result.exit_code == 1 and result.stdout == ""

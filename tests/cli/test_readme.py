@@ -31,10 +31,6 @@ def blocks(text: str, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def all_commands(text: str) -> list[tuple[str, str]]:
-    return [pair for block in blocks(text, "console") for pair in commands(block)]
-
-
 class Terminal:
     """Runs the page's commands in a separate folder. Servers run until the end.
 
@@ -198,7 +194,7 @@ def test_the_program_prints_what_it_says(demo_path: Path, tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_the_long_command_runs(demo_path: Path, tmp_path: Path) -> None:
-    ((command, expected),) = [pair for pair in all_commands(START) if LONG in pair[0]]
+    ((command, expected),) = [pair for block in blocks(START, "console") for pair in commands(block) if LONG in pair[0]]
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     Terminal(tmp_path).run(command, expected)
 

@@ -92,8 +92,7 @@ def server(process: tuple[str, int]) -> str:
 
 
 def test_ps(server: str, folder: Path) -> None:
-    rows = json.loads(run("ps", "--url", server, "--json").stdout)
-    assert [(row["name"], row["state"]) for row in rows] == [
+    assert [(row["name"], row["state"]) for row in json.loads(run("ps", "--url", server, "--json").stdout)] == [
         (str(folder / "one"), "loaded"),
         ("one", "unloaded"),
         ("org/two", "unloaded"),

@@ -38,24 +38,21 @@ from metal_engine.settings.args import EngineArgs
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize(
-    ("promise", "value", "verdict"),
-    [
-        (at_most(1.0, slack=0.1), 0.5, Verdict.BETTER),
-        (at_most(1.0, slack=0.1), 1.0, Verdict.AS_PROMISED),
-        (at_most(1.0, slack=0.1), 1.09, Verdict.AS_PROMISED),
-        (at_most(1.0, slack=0.1), 1.11, Verdict.WORSE),
-        (at_most(1.0, slack=0.1), nan, Verdict.WORSE),
-        (at_most(1.0), inf, Verdict.WORSE),
-        (at_most(0, required=True), 0, Verdict.AS_PROMISED),
-        (at_most(0, required=True), 1, Verdict.WORSE),
-        (at_most(0.1, required=True), 0.001, Verdict.AS_PROMISED),  # results cannot be better than right
-        (at_least(1.0, slack=0.1), 2.0, Verdict.BETTER),
-        (at_least(1.0, slack=0.1), 0.91, Verdict.AS_PROMISED),
-        (at_least(1.0, slack=0.1), 0.89, Verdict.WORSE),
-        (at_least(4), 3, Verdict.WORSE),
-    ],
-)
+@pytest.mark.parametrize(("promise", "value", "verdict"), [
+    (at_most(1.0, slack=0.1), 0.5, Verdict.BETTER),
+    (at_most(1.0, slack=0.1), 1.0, Verdict.AS_PROMISED),
+    (at_most(1.0, slack=0.1), 1.09, Verdict.AS_PROMISED),
+    (at_most(1.0, slack=0.1), 1.11, Verdict.WORSE),
+    (at_most(1.0, slack=0.1), nan, Verdict.WORSE),
+    (at_most(1.0), inf, Verdict.WORSE),
+    (at_most(0, required=True), 0, Verdict.AS_PROMISED),
+    (at_most(0, required=True), 1, Verdict.WORSE),
+    (at_most(0.1, required=True), 0.001, Verdict.AS_PROMISED),  # results cannot be better than right
+    (at_least(1.0, slack=0.1), 2.0, Verdict.BETTER),
+    (at_least(1.0, slack=0.1), 0.91, Verdict.AS_PROMISED),
+    (at_least(1.0, slack=0.1), 0.89, Verdict.WORSE),
+    (at_least(4), 3, Verdict.WORSE),
+])  # fmt: skip
 def test_verdicts(promise: Promise, value: float, verdict: Verdict) -> None:
     assert Figure("a figure", value, promise=promise).verdict is verdict
 

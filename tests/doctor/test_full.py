@@ -96,14 +96,10 @@ def test_parts_for_metal_run(module: str, model: str, monkeypatch: pytest.Monkey
             assert figures["decode step with wired memory: time relative to without"].value
 
 
-@pytest.mark.parametrize(
-    ("packed", "theirs", "arguments"),
-    [
-        (packed_gated_delta, gated_delta_update, partial(gated_delta_layer, (2, 3), 2, 4, 64, each_key=False)),
-        (packed_ssm_update, ssm_update, partial(mamba2_layer, (2, 2))),
-    ],
-    ids=["gated delta", "Mamba2"],
-)
+@pytest.mark.parametrize(("packed", "theirs", "arguments"), [
+    (packed_gated_delta, gated_delta_update, partial(gated_delta_layer, (2, 3), 2, 4, 64, each_key=False)),
+    (packed_ssm_update, ssm_update, partial(mamba2_layer, (2, 2))),
+], ids=["gated delta", "Mamba2"])  # fmt: skip
 def test_the_kernel_is_timed_on_the_same_work_as_mlx_lm(packed: Any, theirs: Any, arguments: Any) -> None:
     given = arguments()
     num_requests, num_tokens = given[0].shape[:2]
@@ -209,15 +205,12 @@ def measure(plan, model):
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "error"),
-    [
-        ("", ""),
-        ("raise ValueError('a reason')", "ValueError: a reason"),
-        ("os.kill(os.getpid(), signal.SIGABRT)", "signal SIGABRT"),
-        ("time.sleep(600)", "not finished after"),
-    ],
-)
+@pytest.mark.parametrize(("end", "error"), [
+    ("", ""),
+    ("raise ValueError('a reason')", "ValueError: a reason"),
+    ("os.kill(os.getpid(), signal.SIGABRT)", "signal SIGABRT"),
+    ("time.sleep(600)", "not finished after"),
+])  # fmt: skip
 def test_a_section_that_fails_leaves_what_it_has_measured(
     end: str, error: str, planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

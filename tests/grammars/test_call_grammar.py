@@ -135,8 +135,7 @@ def test_only_the_arguments_of_a_faulty_tool_are_open(
 
 def test_many_faulty_tools(compiler: GrammarCompiler) -> None:
     """The names are constrained in any case."""
-    schemas = [{**BAD[0], "title": str(i)} for i in range(200)]
-    compiled = compiler.compile_call(grammar(*schemas)).result(math.inf)
+    compiled = compiler.compile_call(grammar(*[{**BAD[0], "title": str(i)} for i in range(200)])).result(math.inf)
     assert compiled is not None
     assert accepts(compiled, "f199", '{"x": []}') and not accepts(compiled, "f200", "{}")
 

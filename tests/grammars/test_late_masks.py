@@ -138,8 +138,7 @@ def test_all_grammars_of_a_step_share_one_wait(monkeypatch: pytest.MonkeyPatch) 
     prepared = engine.prepare(byte_ids("a"), params)
     for i in range(8):
         engine.add_request(f"slow{i}", prepared, index=i)
-    quick = engine.prepare(byte_ids("b"), SamplingParams(max_tokens=20, temperature=0))
-    engine.add_request("quick", quick)
+    engine.add_request("quick", engine.prepare(byte_ids("b"), SamplingParams(max_tokens=20, temperature=0)))
     outputs = []
     while "quick" in engine.request_ids:
         asked.append([])

@@ -91,5 +91,4 @@ def test_a_message_without_an_end(allowed_after: Following) -> None:
 def test_the_budget(allowed_after: Following, text: str) -> None:
     """All messages of reasoning share it. The message with the structured output follows."""
     forced = ["<|end|>", "<|start|>", *"assistant", "<|channel|>", "f", "in", "a", "l", "<|message|>"]
-    found = allowed_after(text, *forced, begins_inside=True, budget=5)
-    assert found == [*({one} for one in forced), set("0123456789")]
+    assert allowed_after(text, *forced, begins_inside=True, budget=5) == [*({one} for one in forced), set("0123456789")]

@@ -64,8 +64,7 @@ class Tokens:
         return tokens + self._pieces(raw)
 
     def _pieces(self, raw: bytes) -> list[int]:
-        tokens = self._demo.encode(raw.decode("utf-8", "ignore"), add_special_tokens=False)
-        pieces = [_FIRST_ID + one for one in tokens]
+        pieces = [_FIRST_ID + one for one in self._demo.encode(raw.decode("utf-8", "ignore"), add_special_tokens=False)]
         # Some characters, and parts of characters, are only bytes.
         return pieces if b"".join(map(self.token_bytes, pieces)) == raw else list(raw)
 

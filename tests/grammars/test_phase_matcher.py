@@ -66,8 +66,7 @@ def following(maker: TokenRulesMaker) -> Following:
     """Return a function that makes the matcher of an output with some rules."""
 
     def matcher(structured: StructuredOutputsParams | None = None, **phases: Any) -> Matcher:
-        params = SamplingParams(structured_outputs=structured, phases=OutputPhases(**phases))
-        grammar = maker.rules_for(params).grammar
+        grammar = maker.rules_for(SamplingParams(structured_outputs=structured, phases=OutputPhases(**phases))).grammar
         assert grammar is not None
         return grammar.matcher()
 
@@ -400,23 +399,19 @@ def test_outputs_keep_to_the_rules(alone: list[tuple[list[int], str]]) -> None:
 SPECULATIVE = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda: tiny_engine(), id="together", marks=pytest.mark.full),
-        pytest.param(lambda: tiny_engine(max_num_batched_tokens=16), id="chunked"),
-        pytest.param(lambda: tiny_engine(ahead=True), id="ahead"),
-        pytest.param(lambda: tiny_engine(behind=True), id="behind", marks=pytest.mark.full),
-        pytest.param(lambda: tiny_engine(behind=True, replay=True), id="replayed"),
-        pytest.param(lambda: tiny_engine(ahead=True, block_size=4, num_blocks=90), id="preempted"),
-        pytest.param(lambda: tiny_engine(speculative=SPECULATIVE), id="drafts"),
-        pytest.param(lambda: tiny_engine(ahead=True, speculative=SPECULATIVE), id="drafts ahead"),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    pytest.param(lambda: tiny_engine(), id="together", marks=pytest.mark.full),
+    pytest.param(lambda: tiny_engine(max_num_batched_tokens=16), id="chunked"),
+    pytest.param(lambda: tiny_engine(ahead=True), id="ahead"),
+    pytest.param(lambda: tiny_engine(behind=True), id="behind", marks=pytest.mark.full),
+    pytest.param(lambda: tiny_engine(behind=True, replay=True), id="replayed"),
+    pytest.param(lambda: tiny_engine(ahead=True, block_size=4, num_blocks=90), id="preempted"),
+    pytest.param(lambda: tiny_engine(speculative=SPECULATIVE), id="drafts"),
+    pytest.param(lambda: tiny_engine(ahead=True, speculative=SPECULATIVE), id="drafts ahead"),
+])  # fmt: skip
 def test_the_same_tokens_in_any_company(make: Callable[[], SteppedEngine], alone: list[tuple[list[int], str]]) -> None:
     engine = make()
-    outputs = run_all(engine, requests())
-    assert [token_ids(one) for one in outputs] == [tokens for tokens, _ in alone]
+    assert [token_ids(one) for one in run_all(engine, requests())] == [tokens for tokens, _ in alone]
     assert engine.metrics.num_unconstrained_calls == 0
     assert engine.stats.num_used_blocks == 0
 
@@ -436,8 +431,7 @@ def recurrent_outputs(architecture: str) -> list[list[int]]:
 def test_an_output_does_not_end_within_the_reasoning_before_a_structured_output() -> None:
     phases = OutputPhases(reasoning=thinking(begins_inside=True))
     params = SamplingParams(max_tokens=20, temperature=0.0, structured_outputs=DIGITS, phases=phases)
-    biased = replace(params, logit_bias={EOS: 100.0})
-    (outputs,) = run_all(tiny_engine(), [(byte_ids("a"), biased)])
+    (outputs,) = run_all(tiny_engine(), [(byte_ids("a"), replace(params, logit_bias={EOS: 100.0}))])
     assert len(token_ids(outputs)) == 20 and EOS not in token_ids(outputs)
 
 

@@ -183,24 +183,20 @@ def test_the_process_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        {"regex": "(" * 60_000 + "a" + ")" * 60_000},
-        {"grammar": "start: " + "(" * 60_000 + '"a"' + ")" * 60_000},
-        {"grammar": "start: /a/\n%import /etc/passwd"},
-        {"grammar": '%import "/etc/passwd"\nstart: passwd'},
-        {"grammar": "%import .passwd.root\nstart: root"},
-        {"grammar": 'start: %json {"$ref": "file:///etc/passwd"}'},
-        {"grammar": 'start: %json {"$ref": "/etc/passwd"}'},
-        {"grammar": 'start: %regex {"substring_file": "/etc/passwd"}'},
-        {"grammar": "start: @passwd"},
-        {"json": {"$ref": "file:///etc/passwd"}},
-        {"regex": "\ud800"},
-        {"whitespace_pattern": "(" * 60_000, "json": {}},
-    ],
-    ids=range(12),
-)
+@pytest.mark.parametrize("wanted", [
+    {"regex": "(" * 60_000 + "a" + ")" * 60_000},
+    {"grammar": "start: " + "(" * 60_000 + '"a"' + ")" * 60_000},
+    {"grammar": "start: /a/\n%import /etc/passwd"},
+    {"grammar": '%import "/etc/passwd"\nstart: passwd'},
+    {"grammar": "%import .passwd.root\nstart: root"},
+    {"grammar": 'start: %json {"$ref": "file:///etc/passwd"}'},
+    {"grammar": 'start: %json {"$ref": "/etc/passwd"}'},
+    {"grammar": 'start: %regex {"substring_file": "/etc/passwd"}'},
+    {"grammar": "start: @passwd"},
+    {"json": {"$ref": "file:///etc/passwd"}},
+    {"regex": "\ud800"},
+    {"whitespace_pattern": "(" * 60_000, "json": {}},
+], ids=range(12))  # fmt: skip
 def test_what_is_too_deep_or_reads_files_is_refused(tokenizer: llguidance.LLTokenizer, wanted: dict[str, Any]) -> None:
     answers, _, _ = run_forked(tokenizer, wanted)
     assert not (answers and answers[0][:1] == b"+")

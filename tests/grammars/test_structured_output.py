@@ -66,8 +66,7 @@ def complete_outputs(engine: Any, requests: list[tuple[list[int], SamplingParams
     texts: list[str | None] = []
     for outputs in run_all(engine, requests):
         assert outputs[-1].finish_reason in ("stop", "length"), outputs[-1].error
-        text = "".join(output.text for output in outputs)
-        texts.append(text if outputs[-1].finish_reason == "stop" else None)
+        texts.append("".join(output.text for output in outputs) if outputs[-1].finish_reason == "stop" else None)
     return texts
 
 
@@ -85,8 +84,7 @@ def test_schemas_hold_a_random_model(step: int) -> None:
             structured_outputs=StructuredOutputsParams(json=schema),
         )
         requests.append((byte_ids(f"schema {i}"), params))
-    texts = complete_outputs(engine, requests)
-    assert check_all(schemas, texts) >= 0.75 * len(schemas)
+    assert check_all(schemas, complete_outputs(engine, requests)) >= 0.75 * len(schemas)
 
 
 def demo_outputs(
@@ -151,27 +149,23 @@ def test_the_demo_model_keeps_to_all_schemas(make_engine: MakeEngine, demo_token
     assert num_complete >= 85
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"json": {"type": 5}},
-        {"json": {"type": "object", "unevaluatedProperties": False}},
-        {"json": {"$ref": "#"}},
-        {"json": {"$ref": "#/nowhere"}},
-        {"json": {"$ref": "http://localhost/schema.json"}},
-        {"json": "[1]"},
-        {"json": "no json"},
-        {"json": False},
-        {"json": {"type": "integer", "minimum": 5, "maximum": 4}},
-        {"regex": "("},
-        {"regex": "(?=look)ahead"},
-        {"regex": r"(a)\1"},
-        {"grammar": "start: nothing"},
-        {"grammar": "%%%"},
-        {"json": {"type": "object"}, "whitespace_pattern": "("},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("params", [
+    {"json": {"type": 5}},
+    {"json": {"type": "object", "unevaluatedProperties": False}},
+    {"json": {"$ref": "#"}},
+    {"json": {"$ref": "#/nowhere"}},
+    {"json": {"$ref": "http://localhost/schema.json"}},
+    {"json": "[1]"},
+    {"json": "no json"},
+    {"json": False},
+    {"json": {"type": "integer", "minimum": 5, "maximum": 4}},
+    {"regex": "("},
+    {"regex": "(?=look)ahead"},
+    {"regex": r"(a)\1"},
+    {"grammar": "start: nothing"},
+    {"grammar": "%%%"},
+    {"json": {"type": "object"}, "whitespace_pattern": "("},
+], ids=str)  # fmt: skip
 def test_what_cannot_be_enforced_is_refused(compiler: GrammarCompiler, params: dict[str, Any]) -> None:
     with pytest.raises(ParameterError, match=r"^structured_outputs "):
         compiler.compile(StructuredOutputsParams(**params))
@@ -184,28 +178,23 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"regex": "(a{1,1000}){1,1000}"},
-        {"regex": "((a|b|c|d|e){100,2000}x){50}"},
-        {"regex": "(.*a){1000}.{1000}b"},
-        {"regex": "((((a*)*)*)*)*b"},
-        {"json": nested(60)},
-        {"json": nested(3000)},
-        {"json": {"anyOf": [{"type": "object", "properties": {f"p{i}": nested(3)}} for i in range(300)]}},
-        {"json": {"type": "array", "items": {"type": "string", "minLength": 10**6}, "maxItems": 10**9}},
-        {"json": {"enum": [f"value {i}" for i in range(4000)]}},
-        {"grammar": 'start: a a a a a a\na: b b b b b b | \nb: c c c c | \nc: "x"* | '},
-    ],
-    ids=range(10),
-)
+@pytest.mark.parametrize("params", [
+    {"regex": "(a{1,1000}){1,1000}"},
+    {"regex": "((a|b|c|d|e){100,2000}x){50}"},
+    {"regex": "(.*a){1000}.{1000}b"},
+    {"regex": "((((a*)*)*)*)*b"},
+    {"json": nested(60)},
+    {"json": nested(3000)},
+    {"json": {"anyOf": [{"type": "object", "properties": {f"p{i}": nested(3)}} for i in range(300)]}},
+    {"json": {"type": "array", "items": {"type": "string", "minLength": 10**6}, "maxItems": 10**9}},
+    {"json": {"enum": [f"value {i}" for i in range(4000)]}},
+    {"grammar": 'start: a a a a a a\na: b b b b b b | \nb: c c c c | \nc: "x"* | '},
+], ids=range(10))  # fmt: skip
 def test_large_ones_are_compiled_or_refused_and_fail_alone(plain: SteppedEngine, params: dict[str, Any]) -> None:
     """The grammar's process limits the effort. A request that exceeds the limit fails alone."""
     engine = plain
     try:
-        structured = StructuredOutputsParams(**params)
-        params_of_it = SamplingParams(seed=0, max_tokens=20, structured_outputs=structured)
+        params_of_it = SamplingParams(seed=0, max_tokens=20, structured_outputs=StructuredOutputsParams(**params))
         engine.prepare(byte_ids("a"), params_of_it)
     except ParameterError as error:
         assert error.name.partition(".")[0] == "structured_outputs"

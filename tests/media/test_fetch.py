@@ -1,7 +1,8 @@
-"""Downloads reach only allowed hosts with public addresses, and are bounded."""
+"""Image files of requests: base64, URLs, paths, and downloads, which reach only allowed hosts and are bounded."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import socket
 import ssl
@@ -17,8 +18,16 @@ import certifi
 import pytest
 
 from metal_engine.media import fetch as module
+from metal_engine.media import sources
 from metal_engine.media.fetch import FetchError, fetch
+from metal_engine.media.image_preparer import ImagePreparer
+from metal_engine.media.limits import MAX_FILE_BYTES
+from metal_engine.media.local_messages import insert_images, split_images
+from metal_engine.media.sources import ImageSource, SourceError, decode_base64
+from tests.support.image_files import encoded, picture
+from tests.support.image_serving import IMAGE, VISION, seeing_config, seeing_tokenizer, shared_decoder
 from tests.support.tls import certificate
+from tools.fixtures.fake_engine import fake_config
 
 HOST = "localhost"
 
@@ -57,8 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
 def url() -> Iterator[str]:
     server = ThreadingHTTPServer((HOST, 0), _Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://{HOST}:{server.server_port}"
     server.shutdown()
     server.server_close()
@@ -77,19 +85,16 @@ def test_files_are_downloaded(url: str) -> None:
 
 
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize(
-    ("path", "problem"),
-    [
-        ("/none", "status 404"),
-        ("/other", "example.org is not one of --allowed-media-domains"),
-        ("/file", "is not an http or https URL"),
-        ("/again", "redirects"),
-        ("/large", "20 MiB"),
-        ("/endless", "20 MiB"),
-        ("/short", "incomplete|IncompleteRead"),
-        ("/a b", "escaped"),
-    ],
-)
+@pytest.mark.parametrize(("path", "problem"), [
+    ("/none", "status 404"),
+    ("/other", "example.org is not one of --allowed-media-domains"),
+    ("/file", "is not an http or https URL"),
+    ("/again", "redirects"),
+    ("/large", "20 MiB"),
+    ("/endless", "20 MiB"),
+    ("/short", "incomplete|IncompleteRead"),
+    ("/a b", "escaped"),
+])  # fmt: skip
 def test_failures_are_reported(url: str, path: str, problem: str) -> None:
     with pytest.raises(FetchError, match=problem):
         fetch(url + path, [HOST])
@@ -231,3 +236,120 @@ def test_public_addresses() -> None:
     for address in ("8.8.8.8", "2606:4700::1111", "64:ff9b::8.8.8.8"):
         assert module.is_public(address), address
     assert [address for address in PRIVATE if module.is_public(address)] == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 100, 101, 102])
+def test_base64_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytes(i * 7 % 256 for i in range(size))
+    text = base64.b64encode(data).decode()
+    for at_once in (4, 8, 1 << 20):
+        monkeypatch.setattr(sources, "_CHARACTERS_AT_ONCE", at_once)
+        assert decode_base64(text) == data
+        assert decode_base64(text.rstrip("=")) == data
+        assert decode_base64("\r\n".join(text[i : i + 5] for i in range(0, len(text), 5))) == data
+        assert decode_base64("x," + text, 2) == data
+        assert ImageSource(f"data:image/png;base64,{text}", "").read(()) == data
+        assert ImageSource(text, "", is_base64=True).read(()) == data
+
+
+@pytest.mark.parametrize("text", ["a", "ab!=", "äbcd", "abcd=efg", "ab==abcd", "abcde", "", "===="])
+def test_wrong_base64_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for at_once in (4, 1 << 20):
+        monkeypatch.setattr(sources, "_CHARACTERS_AT_ONCE", at_once)
+        with pytest.raises(SourceError, match=r"base64|empty"):
+            decode_base64(text)
+
+
+@pytest.mark.parametrize("url", [
+    *("", "picture.png", "file:///etc/passwd", "data:image/png,abc", "data:;utf8,<svg/>", "ftp://a/b", "javascript:1"),
+    f"data:{';a=b' * 400};base64,aGk=",
+])  # fmt: skip
+def test_other_urls_are_refused(url: str) -> None:
+    for allowed in (("a",), ()):
+        with pytest.raises(SourceError, match="data URL") as caught:
+            ImageSource(url, "").read(allowed)
+        assert ("or an http or https URL" in str(caught.value)) == (bool(allowed) and not url.startswith("data:"))
+
+
+def test_media_types_have_no_effect() -> None:
+    for start in ("data:image/png;base64,", "data:;base64,", "DATA:image/svg+xml;charset=utf-8;BASE64,"):
+        assert ImageSource(f"{start}aGk=", "").read(()) == b"hi"
+
+
+def test_files_are_read_for_local_callers(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(b"hi")
+    spaced = tmp_path / "ein Bär 100%#?.png"
+    spaced.write_bytes(b"hi")
+    urls = [f"file://{path}", f"FILE://localhost{path}", f"file:{path}", spaced.as_uri()]
+    for name in (str(path), str(spaced), *urls):
+        assert ImageSource(name, "").read((), allows_files=True) == b"hi", name
+    for name, problem in (
+        (str(tmp_path / "b"), "No such file"),
+        (str(tmp_path), "is not a file"),
+        ("/dev/zero", "is not a file"),
+        ("~nobody_has_this_name/a.png", "No such file"),
+        (f"file://example.org{path}", "files of the host 'example.org' cannot be read"),
+        ("file:///a%00.png", "null character"),
+    ):
+        with pytest.raises(SourceError, match=problem):
+            ImageSource(name, "").read((), allows_files=True)
+    with path.open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(SourceError, match="20 MiB"):
+        ImageSource(str(path), "").read((), allows_files=True)
+
+
+def test_large_data_is_refused_before_it_is_decoded() -> None:
+    with pytest.raises(SourceError, match="20 MiB"):
+        decode_base64("A" * (MAX_FILE_BYTES * 4 // 3 + 100))
+
+
+@pytest.mark.parametrize("part", [
+    {"type": "image_url", "image_url": {"url": "PATH", "detail": "high"}},
+    {"type": "image_url", "image_url": "PATH"},
+    {"type": "image", "image": "PATH"},
+    {"type": "image", "path": "PATH"},
+    {"type": "image", "url": "file://PATH"},
+])  # fmt: skip
+def test_files_are_inserted(part: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded(picture(64, 48)))
+    given: dict[str, Any] = {
+        name: value.replace("PATH", str(path)) if isinstance(value, str) else {**value, "url": str(path)}
+        for name, value in part.items()
+    }
+    messages = [{"role": "user", "content": [{"type": "text", "text": "see"}, given]}, {"role": "user", "content": "a"}]
+    found, sources = split_images(messages)
+    assert found[0]["content"][1] == {"type": "image"} and found[1] is messages[1]
+    tokenizer = seeing_tokenizer()
+    preparer = ImagePreparer(VISION, lambda text: tokenizer.encode(text, add_special_tokens=False))
+    preparer._decoder = shared_decoder()
+    prompt = tokenizer.apply_chat_template(found)
+    ids, images = insert_images(preparer, prompt, sources, seeing_config())
+    assert images is not None and ids.count(IMAGE) == images.num_features == 48
+    path.write_bytes(b"text")
+    with pytest.raises(ValueError, match=r"messages\[0\]\.content\[1\] is not a PNG"):
+        insert_images(preparer, prompt, sources, seeing_config())
+
+
+def test_other_parts_have_no_image() -> None:
+    for part in ({"type": "image"}, {"type": "image_url", "image_url": {}}, {"type": "image", "image": 5}):
+        with pytest.raises(ValueError, match=r"messages\[0\]\.content\[0\] has no image"):
+            split_images([{"role": "user", "content": [part]}])
+    with pytest.raises(ValueError, match=r"messages\[0\]\.content\[0\]: images are not downloaded here"):
+        split_images([{"role": "user", "content": [{"type": "image", "image": "https://a.example/b.png"}]}])
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "video_url", None])
+def test_audio_and_video_are_refused(kind: str | None) -> None:
+    content = [{"type": "text", "text": "hear"}, {"type": kind, "input_audio": {"data": "AA=="}}]
+    with pytest.raises(ValueError, match=r"messages\[0\]\.content\[1\]: content of type .* is not supported"):
+        split_images([{"role": "user", "content": content}])
+
+
+def test_models_without_images_say_so() -> None:
+    _, sources = split_images([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
+    with pytest.raises(ValueError, match="the model takes text only"):
+        insert_images(None, [1], sources, fake_config())
+    assert insert_images(None, [1], [], fake_config()) == ([1], None)

@@ -46,12 +46,9 @@ def test_orientation_is_applied(orientation: int) -> None:
 
 
 def test_transparent_pixels_are_white() -> None:
-    alpha = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
-    assert (opened(encoded(alpha)) == 255).all()
-    half = Image.new("RGBA", (8, 8), (0, 0, 0, 128))
-    assert np.abs(opened(encoded(half)).astype(int) - 127).max() <= 1
-    gray = Image.new("LA", (8, 8), (0, 0))
-    assert (opened(encoded(gray)) == 255).all()
+    assert (opened(encoded(Image.new("RGBA", (8, 8), (0, 0, 0, 0)))) == 255).all()
+    assert np.abs(opened(encoded(Image.new("RGBA", (8, 8), (0, 0, 0, 128)))).astype(int) - 127).max() <= 1
+    assert (opened(encoded(Image.new("LA", (8, 8), (0, 0)))) == 255).all()
     palette = Image.new("P", (8, 8), 3)
     palette.putpalette([0, 0, 0] * 256)
     for kind in ("PNG", "GIF"):
@@ -62,14 +59,11 @@ def test_transparent_pixels_are_white() -> None:
 GRAY, RGB, PALETTE, GRAY_ALPHA, RGBA = 0, 2, 3, 4, 6
 
 
-@pytest.mark.parametrize(
-    ("bits", "kind"),
-    [
-        *((bits, GRAY) for bits in (1, 2, 4, 8, 16)),
-        *((bits, PALETTE) for bits in (1, 2, 4, 8)),
-        *((bits, kind) for bits in (8, 16) for kind in (RGB, GRAY_ALPHA, RGBA)),
-    ],
-)
+@pytest.mark.parametrize(("bits", "kind"), [
+    *((bits, GRAY) for bits in (1, 2, 4, 8, 16)),
+    *((bits, PALETTE) for bits in (1, 2, 4, 8)),
+    *((bits, kind) for bits in (8, 16) for kind in (RGB, GRAY_ALPHA, RGBA)),
+])  # fmt: skip
 def test_every_kind_of_png_is_shown_on_white(bits: int, kind: int) -> None:
     """The reference is computed from the format's definition, in float64. A transparent color must match exactly."""
     rng, most = np.random.default_rng(bits), (1 << bits) - 1

@@ -76,8 +76,7 @@ def test_known_files_are_not_decoded_again(preparer: ImagePreparer, monkeypatch:
 
 
 def test_detail_and_limits_bound_the_tokens(preparer: ImagePreparer) -> None:
-    large = encoded(picture(400, 300, 3))
-    ((_, height, width),) = load(preparer, large)
+    ((_, height, width),) = load(preparer, encoded(picture(400, 300, 3)))
     assert height * width // 4 <= 64
     assert find_family(VISION, 16).grid(400, 300) == (1, 6, 8)
 
@@ -127,23 +126,18 @@ def run_forked(data: bytes, seconds: float = 30.0, vision: VisionConfig = VISION
 def test_large_webp_files_are_decoded_within_the_memory(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the largest image in a quarter of the memory."""
     monkeypatch.setattr(decoder_process, "MAX_GROWTH", decoder_process.MAX_GROWTH // 4)
-    file = encoded(Image.new(mode, (4096, 4096)), "WEBP", method=0)
-    answers, status = run_forked(file)
+    answers, status = run_forked(encoded(Image.new(mode, (4096, 4096)), "WEBP", method=0))
     assert len(answers) == 6 and status == 0
 
 
 LFM2 = {"encoder_patch_size": 4, "min_image_tokens": 4, "max_image_tokens": 16, "tile_size": 32}
 
 
-@pytest.mark.parametrize(
-    "vision",
-    [
-        VISION,
-        replace(VISION, family="mistral3", processor={"size": {"longest_edge": 64}}),
-        VisionConfig(family="lfm2_vl", image_token_id=IMAGE, processor=LFM2),
-    ],
-    ids=lambda vision: vision.family,
-)
+@pytest.mark.parametrize("vision", [
+    VISION,
+    replace(VISION, family="mistral3", processor={"size": {"longest_edge": 64}}),
+    VisionConfig(family="lfm2_vl", image_token_id=IMAGE, processor=LFM2),
+], ids=lambda vision: vision.family)  # fmt: skip
 def test_images_that_are_too_narrow_for_the_model_are_refused(vision: VisionConfig) -> None:
     answers, _ = run_forked(encoded(picture(2000, 10)), vision=vision)
     problem = "has 2000 x 10 pixels: it is too narrow for the model's image processor"
@@ -221,8 +215,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> FakeForks:
 
 
 def decode(decoder: ImageDecoder, *files: str) -> list[decoder_client.DecodedImage]:
-    given = [file.encode() for file in files]
-    return decoder.decode(given, ["high"] * len(files), max_tokens=100)
+    return decoder.decode([file.encode() for file in files], ["high"] * len(files), max_tokens=100)
 
 
 def test_the_end_of_a_process_is_an_error_of_its_image(forks: FakeForks) -> None:
@@ -260,8 +253,7 @@ def test_new_requests_do_not_delay_a_large_request_forever(forks: FakeForks, mon
         requests = [clients.submit(decode, decoder, "slow1 5", "slow2 5", "slow3 5")]
         for turn in range(6):
             forks.started.acquire()
-            num_small = sum(name.startswith("small") for name in forks.decoded)
-            num_waiting = len(requests) - num_small - 1
+            num_waiting = len(requests) - sum(name.startswith("small") for name in forks.decoded) - 1
             wait_until(lambda count=num_waiting: len(decoder._turns._waiting) == count, "the others wait")
             requests.append(clients.submit(decode, decoder, f"small{turn} 1"))
             wait_until(lambda count=num_waiting + 1: len(decoder._turns._waiting) == count, "a request waits")
@@ -332,8 +324,7 @@ def test_equal_images_count_once(preparer: ImagePreparer, monkeypatch: pytest.Mo
     """Other files and details with the same result are the same image. Each image counts once towards the limit."""
     original = picture(64, 48, 12)
     files = [encoded(original), encoded(original, compress_level=0), encoded(original, "WEBP", lossless=True)]
-    size = 192 * 96 + 2 * 96 * 4 + 12
-    monkeypatch.setattr(decoder_client, "MAX_INPUT_BYTES", size)
+    monkeypatch.setattr(decoder_client, "MAX_INPUT_BYTES", 192 * 96 + 2 * 96 * 4 + 12)
     for _ in range(2):
         found = preparer.decode([*files, files[0]] * 8, ["high", "low", "high", "low"] * 8, max_tokens=10_000)
         assert len({image.content_hash for image in found}) == 1 and len({id(image.inputs) for image in found}) == 1
@@ -352,8 +343,7 @@ def test_equal_images_count_once(preparer: ImagePreparer, monkeypatch: pytest.Mo
 
 def test_images_are_inserted_where_the_template_has_them(preparer: ImagePreparer) -> None:
     files = [encoded(picture(*size, 6)) for size in ((64, 48), (32, 32))]
-    images = preparer.decode(files, ["high"] * 2, max_tokens=1000)
-    ids, inserted = preparer.insert([1, IMAGE, 2, 3, IMAGE, 4], images)
+    ids, inserted = preparer.insert([1, IMAGE, 2, 3, IMAGE, 4], preparer.decode(files, ["high"] * 2, max_tokens=1000))
     assert ids == [1, *[IMAGE] * 48, 2, 3, *[IMAGE] * 16, 4]
     assert isinstance(inserted, PromptImages)
     inserted.check(len(ids))

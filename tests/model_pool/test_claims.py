@@ -14,9 +14,7 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.checkpoints import loader
 from metal_engine.device.blas.load import load_optimized_blas
 from metal_engine.device.info import device_info
-from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.device_access import DeviceAccess
-from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.errors import ModelTooLargeError
 from metal_engine.loading.build import build_engine
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource
@@ -25,6 +23,7 @@ from metal_engine.runner import step_memory
 from metal_engine.settings.args import EngineArgs
 from tests.support import checkpoint_files
 from tests.support.serving import DEADLINE
+from tools.fixtures.fake_engine import in_thread
 
 # Bytes that are negligible next to a model: arrays of a few numbers.
 SMALL = 1024
@@ -36,9 +35,7 @@ def source_of(args: EngineArgs) -> ModelSource:
     """Return a source that loads a model in this process."""
 
     def start(access: DeviceAccess) -> LoadedEngine:
-        engine = AsyncEngine(EngineThread(lambda: build_engine(args, access)))
-        engine.start()
-        return LoadedEngine(engine, AnswerFormat())
+        return LoadedEngine(in_thread(lambda: build_engine(args, access)), AnswerFormat())
 
     return ModelSource(start)
 
@@ -66,17 +63,13 @@ def test_missing_bytes_include_the_cache(tmp_path: Path, size: dict[str, Any]) -
         assert registry.shutdown(DEADLINE)
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [
-        {"config": {"vocab_size": 20000}},
-        pytest.param(
-            {"config": {"hidden_size": 256, "intermediate_size": 1024}, "dtype": mx.bfloat16}, marks=pytest.mark.full
-        ),
-        {"config": {"hidden_size": 256, "intermediate_size": 1024}, "bits": 4},
-    ],
-    ids=["vocabulary", "bfloat16", "quantized"],
-)
+@pytest.mark.parametrize("stored", [
+    {"config": {"vocab_size": 20000}},
+    pytest.param(
+        {"config": {"hidden_size": 256, "intermediate_size": 1024}, "dtype": mx.bfloat16}, marks=pytest.mark.full
+    ),
+    {"config": {"hidden_size": 256, "intermediate_size": 1024}, "bits": 4},
+], ids=["vocabulary", "bfloat16", "quantized"])  # fmt: skip
 def test_memory_is_claimed_before_it_is_taken(
     stored: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

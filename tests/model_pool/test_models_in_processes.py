@@ -64,8 +64,7 @@ def check_answers(model: Any, prompts: Sequence[list[int]], answers: Sequence[li
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer) == LONG.max_tokens
         logits = model(mx.array([[*prompt, *answer[:-1]]]))[0, len(prompt) - 1 :]
-        preferred: Any = mx.argmax(logits, axis=-1).tolist()
-        compared = compare_outputs(model, prompt, answer, preferred)
+        compared = compare_outputs(model, prompt, answer, mx.argmax(logits, axis=-1).tolist())
         assert compared.equal, compared
 
 

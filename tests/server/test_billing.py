@@ -67,7 +67,6 @@ FORMS: dict[str, tuple[str, Any, Any]] = {
 def server() -> Iterator[Served]:
     with serve(config=CONFIG) as served:
         yield served
-        served.wait_until_idle()
 
 
 def usage(served: Served, path: str, asked: dict[str, Any], salt: str) -> tuple[int, int]:

@@ -40,29 +40,17 @@ from tools.fixtures.fake_engine import TOOL_TEMPLATE
 
 
 @pytest.fixture(scope="module")
-def _served() -> Iterator[Served]:
+def served() -> Iterator[Served]:
+    """Yield a server whose fake engine has a process of its own."""
     with serve(engine=started("fake")) as served:
         yield served
 
 
-@pytest.fixture
-def served(_served: Served) -> Iterator[Served]:
-    """Yield a server whose fake engine has a process of its own."""
-    yield _served
-    _served.wait_until_idle()
-
-
 @pytest.fixture(scope="module")
-def _tiny() -> Iterator[Served]:
+def tiny() -> Iterator[Served]:
+    """Yield a server whose tiny model has a process of its own."""
     with serve(engine=started("tiny", num_blocks=512)) as served:
         yield served
-
-
-@pytest.fixture
-def tiny(_tiny: Served) -> Iterator[Served]:
-    """Yield a server whose tiny model has a process of its own."""
-    yield _tiny
-    _tiny.wait_until_idle()
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +59,8 @@ def calling() -> Iterator[Served]:
     own = tokenizer(TOOL_TEMPLATE)
     sizes = {"max_model_len": 2048, "num_blocks": 4096, "max_num_batched_tokens": 1024}
     options = {"template": TOOL_TEMPLATE, "vocab_size": len(own.hf_tokenizer), "ahead": True, **sizes}
-    engine = started("tiny", tokenizer=own, **options)
-    with serve(engine=engine, answer_format=answer_format("json_tools")) as served:
+    with serve(engine=started("tiny", tokenizer=own, **options), answer_format=answer_format("json_tools")) as served:
         yield served
-        served.wait_until_idle()
 
 
 def test_embeddings(served: Served) -> None:
@@ -124,7 +110,6 @@ def test_a_restart_is_visible_and_harmless(tmp_path: Path) -> None:
     engine = started("fake", max_restarts=10, delayed_by=str(delay))
     with serve(engine=engine, args=ServerArgs(max_num_queued_reqs=1)) as served:
         check_restart(served, delay)
-        served.wait_until_idle()
 
 
 def check_restart(served: Served, delay: Path) -> None:

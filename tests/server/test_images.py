@@ -30,28 +30,22 @@ MEDIA = ("audio", "video")
 
 
 @pytest.fixture(scope="module")
-def _server() -> Iterator[Served]:
+def seeing() -> Iterator[Served]:
     with serve_seeing() as served:
         yield served
 
 
 @pytest.fixture
-def seeing(_server: Served) -> Iterator[Served]:
-    yield _server
-    _server.wait_until_idle()
-
-
-@pytest.fixture
-def prepared(_server: Served, monkeypatch: pytest.MonkeyPatch) -> list[PreparedRequest]:
+def prepared(seeing: Served, monkeypatch: pytest.MonkeyPatch) -> list[PreparedRequest]:
     """Return the list of requests that the server has prepared."""
     requests: list[PreparedRequest] = []
-    prepare = _server.engine.preparer.prepare_all
+    prepare = seeing.engine.preparer.prepare_all
 
     def recorded(*args: Any) -> list[PreparedRequest]:
         requests.extend(found := prepare(*args))
         return found
 
-    monkeypatch.setattr(_server.engine.preparer, "prepare_all", recorded)
+    monkeypatch.setattr(seeing.engine.preparer, "prepare_all", recorded)
     return requests
 
 
@@ -128,7 +122,6 @@ def test_low_detail_takes_fewer_tokens() -> None:
             counts[detail] = served.post("/tokenize", body).json()["tokens"].count(IMAGE)
         assert counts["high"] == counts["auto"] == counts["original"] == counts[None]
         assert VISION.max_image_tokens is not None and counts["high"] <= VISION.max_image_tokens
-        served.wait_until_idle()
 
 
 def test_responses(seeing: Served, prepared: list[PreparedRequest]) -> None:
@@ -153,8 +146,7 @@ def test_anthropic(seeing: Served, prepared: list[PreparedRequest]) -> None:
         {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]},
         user({"type": "tool_result", "tool_use_id": "1", "content": result}, text("and now?")),
     ]
-    body = {"model": MODEL, "messages": messages, "max_tokens": 2}
-    assert seeing.post(MESSAGES, body).status_code == 200
+    assert seeing.post(MESSAGES, {"model": MODEL, "messages": messages, "max_tokens": 2}).status_code == 200
     (request,) = prepared
     decoded = seeing.tokenizer.decode(request.prompt_token_ids).replace("<|image_pad|>", ".")
     dots = [len(part) for part in decoded.replace("<|vision_end|>", "<|vision_start|>").split("<|vision_start|>")[1::2]]
@@ -169,8 +161,7 @@ def test_ollama(seeing: Served, prepared: list[PreparedRequest]) -> None:
     assert seeing.post(OLLAMA_CHAT, {**chat, "options": {"num_predict": 2}}).status_code == 200
     generate = {"model": MODEL, "prompt": "hi", "images": images, "stream": False, "options": {"num_predict": 2}}
     assert seeing.post(OLLAMA_GENERATE, generate).status_code == 200
-    expected = tokens(seeing, ("user", [48, 16, "hi"]))
-    assert [request.prompt_token_ids for request in prepared] == [expected] * 2
+    assert [request.prompt_token_ids for request in prepared] == [tokens(seeing, ("user", [48, 16, "hi"]))] * 2
     assert "vision" in seeing.post("/api/show", {"model": MODEL}).json()["capabilities"]
 
 
@@ -198,7 +189,6 @@ def test_images_of_results_move_if_the_template_ignores_them() -> None:
                 written = served.tokenizer.decode(answer["tokens"])
                 assert expected in written, written
                 assert answer["tokens"].count(IMAGE) == 48 + 16 * len(more)
-            served.wait_until_idle()
 
 
 BAD = {
@@ -220,8 +210,7 @@ def test_errors_name_the_image(seeing: Served, name: str) -> None:
     else:
         data, reason = hostile_files()[name]
         part, problem = image(data_url(data)), reason
-    body = {"messages": [user(image(URL_A)), user(text("hi"), part)], "max_tokens": 1}
-    response = seeing.post(CHAT, body)
+    response = seeing.post(CHAT, {"messages": [user(image(URL_A)), user(text("hi"), part)], "max_tokens": 1})
     error = response.json()["error"]
     assert response.status_code == 400 and error["param"] == "messages", response.text
     assert problem in error["message"] and "messages[1].content[1]" in error["message"]
@@ -263,14 +252,12 @@ def test_other_apis_name_their_own_fields(seeing: Served) -> None:
 
 def test_roles_without_images(seeing: Served) -> None:
     for role in ("system", "assistant"):
-        messages = [{"role": role, "content": [image(URL_A)]}, user(text("a"))]
-        response = seeing.post(CHAT, {"messages": messages})
+        response = seeing.post(CHAT, {"messages": [{"role": role, "content": [image(URL_A)]}, user(text("a"))]})
         assert response.status_code == 400 and f"role {role}" in response.text
 
 
 def test_the_context_is_checked_after_expansion(seeing: Served) -> None:
-    body = {"messages": [user(*[image(URL_A)] * 11)], "max_tokens": 1}
-    response = seeing.post(CHAT, body)
+    response = seeing.post(CHAT, {"messages": [user(*[image(URL_A)] * 11)], "max_tokens": 1})
     assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
     response = seeing.post(CHAT, {"messages": [user(image(URL_A))], "max_tokens": 480})
     assert "context" in response.json()["error"]["message"]
@@ -281,8 +268,7 @@ def test_the_context_is_checked_after_expansion(seeing: Served) -> None:
 def test_a_conversation_decodes_its_images_once(
     seeing: Served, prepared: list[PreparedRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = data_url(encoded(picture(64, 48, 9)))
-    messages = [user(image(own), text("turn"))]
+    messages = [user(image(data_url(encoded(picture(64, 48, 9)))), text("turn"))]
     assert seeing.post(CHAT, {"messages": messages, "max_tokens": 1}).status_code == 200
     preparer = seeing.engine.preparer.images
     assert isinstance(preparer, ImagePreparer)
@@ -297,8 +283,7 @@ def test_a_conversation_decodes_its_images_once(
 
 def test_metrics_of_images(seeing: Served) -> None:
     seeing.engine.metrics.image_encode_seconds = 1.5
-    text = httpx.get(seeing.url + "/metrics").text
-    found = dict(re.findall(r"^metal_engine:(image\w+)\{.*\} (\S+)$", text, re.M))
+    found = dict(re.findall(r"^metal_engine:(image\w+)\{.*\} (\S+)$", httpx.get(seeing.url + "/metrics").text, re.M))
     assert found.keys() >= {"images_encoded_total", "image_encode_seconds_total", "image_cache_hits_total"}
     assert found["image_encode_seconds_total"] == "1.5" and found["image_input"] == "1.0"
 
@@ -314,7 +299,6 @@ def test_a_template_without_images_is_named() -> None:
     with serve_seeing("{% for m in messages %}{{ m.content[0].text }}{% endfor %}") as served:
         response = served.post(CHAT, {"messages": [user(text("a"), image(URL_A))]})
         assert response.status_code == 400 and "wrote 0 images instead of 1" in response.text
-        served.wait_until_idle()
 
 
 def test_downloads_need_allowed_domains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +311,6 @@ def test_downloads_need_allowed_domains(monkeypatch: pytest.MonkeyPatch) -> None
         answer = served.post(CHAT, {"messages": [user(image(url))], "max_tokens": 1}).json()
         assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 48
         assert asked == [(url, ("example.org",))]
-        served.wait_until_idle()
 
 
 @pytest.mark.parametrize("name", ["read", "decode"])

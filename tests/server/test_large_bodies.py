@@ -116,25 +116,22 @@ def test_half_a_surrogate_pair_is_not_valid_unicode() -> None:
             large_bodies.loads(text)
 
 
-@pytest.mark.parametrize(
-    ("model", "body"),
-    [
-        (CompletionBody, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(10_000)), "x")}),
-        (CompletionBody, {"prompt": [0.5] * 10_000}),
-        (CompletionBody, {"prompt": "a", "stop": [0] * 10_000}),
-        (ChatCompletionBody, {"messages": [0] * 10_000}),
-        (ChatCompletionBody, {"messages": [{"role": "user", "content": [0] * 10_000}]}),
-        (ChatCompletionBody, {"messages": [{"role": "user", "tool_calls": [0] * 10_000}]}),
-        (ChatCompletionBody, {"messages": [{"role": "user"}], "tools": [0] * 10_000}),
-        (ResponsesBody, {"input": [0] * 10_000}),
-        (ResponsesBody, {"input": "a", "metadata": dict.fromkeys(map(str, range(10_000)), 0)}),
-        (ResponsesBody, {"input": "a", "tools": [0] * 10_000, "include": [0] * 10_000}),
-        (MessagesBody, {"model": "m", "max_tokens": 1, "messages": [0] * 10_000, "system": [0] * 10_000}),
-        (MessagesBody, {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [0] * 10_000}]}),
-        (TokenizeBody, {"messages": [0] * 10_000}),
-        (DetokenizeBody, {"tokens": ["a"] * 10_000}),
-    ],
-)
+@pytest.mark.parametrize(("model", "body"), [
+    (CompletionBody, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(10_000)), "x")}),
+    (CompletionBody, {"prompt": [0.5] * 10_000}),
+    (CompletionBody, {"prompt": "a", "stop": [0] * 10_000}),
+    (ChatCompletionBody, {"messages": [0] * 10_000}),
+    (ChatCompletionBody, {"messages": [{"role": "user", "content": [0] * 10_000}]}),
+    (ChatCompletionBody, {"messages": [{"role": "user", "tool_calls": [0] * 10_000}]}),
+    (ChatCompletionBody, {"messages": [{"role": "user"}], "tools": [0] * 10_000}),
+    (ResponsesBody, {"input": [0] * 10_000}),
+    (ResponsesBody, {"input": "a", "metadata": dict.fromkeys(map(str, range(10_000)), 0)}),
+    (ResponsesBody, {"input": "a", "tools": [0] * 10_000, "include": [0] * 10_000}),
+    (MessagesBody, {"model": "m", "max_tokens": 1, "messages": [0] * 10_000, "system": [0] * 10_000}),
+    (MessagesBody, {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [0] * 10_000}]}),
+    (TokenizeBody, {"messages": [0] * 10_000}),
+    (DetokenizeBody, {"tokens": ["a"] * 10_000}),
+])  # fmt: skip
 def test_a_list_or_an_object_gives_few_errors(model: type[BaseModel], body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
@@ -177,19 +174,15 @@ def test_a_large_body_is_answered_like_a_small_one(served: Served, path: str) ->
         assert byte_ids(large["choices"][0]["text"]) == generated(byte_ids(text), 5)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b'{"prompt": [' + b"1," * 40_000, "not valid JSON"),
-        (b'{"prompt": [' + b"1," * 40_000 + b"NaN]}", "NaN is not a JSON number"),
-        (b'{"prompt": [' + b"1," * 40_000 + b"9" * 5_000 + b"]}", "too many digits"),
-        (b'{"prompt": "\\ud800", "a": [' + b"1," * 40_000 + b"1]}", "not valid Unicode"),
-        (b'{"prompt": ' + b"[" * 30_000 + b"1," * 40_000, "nested too deeply"),
-        (b'{"prompt": [' + b"[]," * MAX_CONTAINERS + b"1]}", "arrays and objects"),
-        (b"[" + b"1," * 40_000 + b"1]", "must be a JSON object"),
-    ],
-    ids=range(7),
-)
+@pytest.mark.parametrize(("body", "message"), [
+    (b'{"prompt": [' + b"1," * 40_000, "not valid JSON"),
+    (b'{"prompt": [' + b"1," * 40_000 + b"NaN]}", "NaN is not a JSON number"),
+    (b'{"prompt": [' + b"1," * 40_000 + b"9" * 5_000 + b"]}", "too many digits"),
+    (b'{"prompt": "\\ud800", "a": [' + b"1," * 40_000 + b"1]}", "not valid Unicode"),
+    (b'{"prompt": ' + b"[" * 30_000 + b"1," * 40_000, "nested too deeply"),
+    (b'{"prompt": [' + b"[]," * MAX_CONTAINERS + b"1]}", "arrays and objects"),
+    (b"[" + b"1," * 40_000 + b"1]", "must be a JSON object"),
+], ids=range(7))  # fmt: skip
 def test_broken_large_bodies(served: Served, body: bytes, message: str) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", served.server.port)
     connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})

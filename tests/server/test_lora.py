@@ -18,8 +18,6 @@ import numpy as np
 import openai
 import pytest
 
-from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.errors import ConfigError
 from metal_engine.server.app import create_app
 from metal_engine.server.workers import Weight
@@ -28,7 +26,7 @@ from tests.support import adapters
 from tests.support.raw_http import crowd, post
 from tests.support.serving import DEADLINE, Served, serve, wait_until
 from tests.support.tiny_engine import tiny_reference
-from tools.fixtures.fake_engine import byte_ids, fake_engine, tiny_tokenizer
+from tools.fixtures.fake_engine import byte_ids, fake_engine, in_thread, tiny_tokenizer
 from tools.fixtures.lora_adapters import write_peft
 
 NUM_TOKENS = 8
@@ -61,11 +59,12 @@ def answers(root: Path) -> dict[str, str]:
 @pytest.fixture
 def served(root: Path) -> Iterator[Served]:
     """Yield a server with adapter a and a slot for one more adapter."""
-    engine = AsyncEngine(EngineThread(lambda: adapters.adapted_engine({"a": root / "a"}, max_loras=2)))
-    engine.start()
-    with serve(engine=engine, names=("base",), args=ServerArgs(lora_dir=str(root), shutdown_timeout=1)) as served:
+    with serve(
+        engine=in_thread(lambda: adapters.adapted_engine({"a": root / "a"}, max_loras=2)),
+        names=("base",),
+        args=ServerArgs(lora_dir=str(root), shutdown_timeout=1),
+    ) as served:
         yield served
-        served.wait_until_idle()
 
 
 def ask(served: Served, model: str | None, **more: Any) -> Any:
@@ -77,8 +76,7 @@ def answer(served: Served, model: str | None, **more: Any) -> str:
     assert response.status_code == 200, response.text
     body = response.json()
     assert body["model"] == (model or "base")
-    text: str = body["choices"][0]["text"]
-    return text.rstrip(HALF)
+    return body["choices"][0]["text"].rstrip(HALF)
 
 
 def load(served: Served, name: str, path: str, **more: Any) -> Any:
@@ -266,13 +264,11 @@ def test_clients_may_not_without_the_setting() -> None:
     with serve() as served:
         assert load(served, "x", "x").status_code == 404
         assert unload(served, "x").status_code == 404
-        served.wait_until_idle()
 
 
 def test_settings_that_cannot_work(tmp_path: Path, root: Path) -> None:
     plain = fake_engine()
-    adapted = AsyncEngine(EngineThread(lambda: adapters.adapted_engine({"a": root / "a"})))
-    adapted.start()
+    adapted = in_thread(lambda: adapters.adapted_engine({"a": root / "a"}))
     try:
         with pytest.raises(ConfigError, match="--lora-dir needs --enable-lora"):
             create_app(plain, ["x"], ServerArgs(lora_dir=str(tmp_path)))

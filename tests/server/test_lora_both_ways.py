@@ -27,7 +27,6 @@ def served(root: Path) -> Iterator[Served]:
     engine = started("adapted", folder=str(root / "a"), max_loras=2)
     with serve(engine=engine, names=("base",), args=ServerArgs(lora_dir=str(root), shutdown_timeout=1)) as served:
         yield served
-        served.wait_until_idle()
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Server limits: queues, time, TLS, templates."""
+"""Server limits: queues, time, TLS, templates, tokenizers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 import uvloop
+from tokenizers import Regex, pre_tokenizers
 
 from metal_engine.errors import ConfigError
 from metal_engine.server.generation.streaming import KEEP_ALIVE
@@ -47,8 +48,7 @@ def finish(served: Served, streams: list[openai.Stream[Any]]) -> None:
 
 
 def test_a_full_queue() -> None:
-    config = fake_config(max_num_seqs=2)
-    with serve(config=config, args=ServerArgs(max_num_queued_reqs=3)) as served:
+    with serve(config=fake_config(max_num_seqs=2), args=ServerArgs(max_num_queued_reqs=3)) as served:
         streams = hold(served, 1)
         wait_until(lambda: served.engine.stats.num_running == 1, "one to run")
         streams += hold(served, 3)
@@ -106,7 +106,6 @@ def test_timeout() -> None:
     body = {"prompt": ["a", "b"], "max_tokens": 90_000}
     with serve(config=config, step_time=0.005, args=ServerArgs(request_timeout=0.2)) as served:
         assert "--request-timeout" in check_error(served.post(COMPLETIONS, body), 504, code="timeout")["message"]
-        served.wait_until_idle()
     # Time for a first event and for a short request on a busy machine.
     with serve(config=config, step_time=0.005, args=ServerArgs(request_timeout=2.0)) as served:
         response = served.post(COMPLETIONS, body | {"stream": True})
@@ -189,8 +188,7 @@ def test_templates_are_in_a_sandbox(template: str) -> None:
 
 def test_overload_is_answered_at_once() -> None:
     """Requests that are admitted but not submitted count too. Otherwise a burst would pass before it is counted."""
-    args = ServerArgs(max_num_queued_reqs=8)
-    with serve(config=fake_config(max_num_seqs=4), args=args) as served:
+    with serve(config=fake_config(max_num_seqs=4), args=ServerArgs(max_num_queued_reqs=8)) as served:
         served.runner.running.clear()
 
         async def ask(client: httpx.AsyncClient) -> int:
@@ -208,4 +206,26 @@ def test_overload_is_answered_at_once() -> None:
 
         statuses = asyncio.run(run())
         assert set(statuses) == {200, 503} and statuses.count(503) >= 188
-        served.wait_until_idle()
+
+
+HOSTILE = "x" * 4000  # slow for a backtracking regular expression
+
+
+def test_a_text_that_panics_is_a_400_and_the_server_keeps_running() -> None:
+    tokenizer = tiny_tokenizer()
+    backend = tokenizer.hf_tokenizer.backend_tokenizer
+    slow = pre_tokenizers.Split(Regex("(?:x+x+)+y"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([slow, backend.pre_tokenizer])
+    with serve(tokenizer=tokenizer) as served:
+        for path, body, param in [
+            (COMPLETIONS, {"prompt": HOSTILE}, "prompt"),
+            (COMPLETIONS, {"prompt": "a", "bad_words": [HOSTILE]}, "bad_words"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": HOSTILE}]}, "messages"),
+            ("/v1/responses", {"input": HOSTILE}, "input"),
+            ("/v1/embeddings", {"input": HOSTILE}, "input"),
+            ("/tokenize", {"prompt": HOSTILE}, "prompt"),
+        ]:
+            error = check_error(served.post(path, body), 400, param)
+            assert "cannot tokenize this text" in error["message"]
+            fine = served.post(COMPLETIONS, {"prompt": "xxy", "max_tokens": 2})
+            assert fine.status_code == 200 and fine.json()["usage"]["completion_tokens"] == 2

@@ -1,15 +1,22 @@
-"""Tests the memory for blocks of the KV cache and slots of recurrent states."""
+"""Tests the memory for blocks of the KV cache and slots of recurrent states, and ``--kv-cache-dtype`` end to end."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
+from metal_engine.cli.banner import startup_rows
 from metal_engine.errors import ConfigError
+from metal_engine.llm import LLM
+from metal_engine.loading.build import build_engine
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import IN_FLIGHT_STATES, DeviceInfo, EngineConfig, ModelInfo
 from metal_engine.settings.resolve import resolve_config
+from tests.support.checkpoint_files import write_checkpoint
 
 MIB = 1 << 20
 
@@ -41,8 +48,7 @@ def test_without_states_there_are_no_slots() -> None:
 
 def test_what_runs_at_once_comes_out_of_memory() -> None:
     """Larger recurrent states reduce ``max_num_seqs``: 49 MiB, as in Qwen3.5-4B, 147 MiB, and 1/16 MiB."""
-    config = resolved(state_bytes=49 * MIB)
-    assert 10 < config.scheduler.max_num_seqs < 30
+    assert 10 < resolved(state_bytes=49 * MIB).scheduler.max_num_seqs < 30
     assert resolved(state_bytes=147 * MIB).scheduler.max_num_seqs < 10
     assert resolved(state_bytes=MIB // 16).scheduler.max_num_seqs == 256
 
@@ -54,14 +60,12 @@ def test_all_of_it_fits(state_bytes: int, kv_bytes: int) -> None:
     assert config.peak_bytes <= 16 * GIB * 0.9
     num_slots = config.cache.num_state_slots
     assert num_slots > 3 * config.scheduler.max_num_seqs
-    running = num_slots + 1 + IN_FLIGHT_STATES * config.scheduler.max_num_seqs
-    assert config.state_bytes == running * state_bytes
+    assert config.state_bytes == (num_slots + 1 + IN_FLIGHT_STATES * config.scheduler.max_num_seqs) * state_bytes
     assert config.cache.num_tokens >= config.scheduler.max_model_len
 
 
 def test_without_prefix_caching_there_are_no_checkpoints() -> None:
-    config = resolved(state_bytes=18 * MIB, enable_prefix_caching=False, max_num_seqs=8)
-    assert config.cache.num_state_slots == 8
+    assert resolved(state_bytes=18 * MIB, enable_prefix_caching=False, max_num_seqs=8).cache.num_state_slots == 8
 
 
 @pytest.mark.parametrize(("caching", "num_slots"), [(False, 2), (True, 4)])
@@ -119,13 +123,10 @@ def test_one_block_is_too_little_where_one_is_for_padding() -> None:
         resolved(**given)
 
 
-@pytest.mark.parametrize(
-    ("args", "replay"),
-    [
-        ({"tensor_parallel_size": 2, "replay_decodes": "always"}, "off: several ranks share the model"),
-        ({"replay_decodes": "never"}, "off"),
-    ],
-)
+@pytest.mark.parametrize(("args", "replay"), [
+    ({"tensor_parallel_size": 2, "replay_decodes": "always"}, "off: several ranks share the model"),
+    ({"replay_decodes": "never"}, "off"),
+])  # fmt: skip
 def test_where_nothing_is_replayed(args: dict[str, Any], replay: str) -> None:
     config = resolved(state_bytes=0, **args)
     assert (config.replay, config.cache.num_padding_blocks) == (replay, 0)
@@ -143,3 +144,58 @@ def test_on_a_cpu_nothing_is_replayed_unless_asked_for() -> None:
     )
     assert auto == never and (auto.replay, auto.cache.num_padding_blocks) == ("off", 0)
     assert (always.replay, always.cache.num_padding_blocks) == ("on", 1)
+
+
+SMALL: dict[str, object] = {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 256, "max_num_batched_tokens": 64}
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "bytes_of_64"), [("auto", 256), ("int8", 72), ("int4", 40)])
+def test_the_pool_holds_more(tmp_path: Path, kv_cache_dtype: str, bytes_of_64: int) -> None:
+    model = write_checkpoint(tmp_path / "model", config={"head_dim": 64})
+    with LLM(str(model), kv_cache_dtype=kv_cache_dtype, **SMALL) as llm:
+        (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
+        assert len(output.token_ids) == 4
+        config = llm.config
+    num_heads = config.model.num_layers * 2 * 2  # two of K and two of V in each
+    assert config.model.kv_bytes_per_token == num_heads * bytes_of_64
+    assert config.cache.num_tokens == (1 << 20) // (16 * num_heads * bytes_of_64) * 16
+    assert config.model.kv_dtype == ("float32" if kv_cache_dtype == "auto" else kv_cache_dtype)
+    shown = startup_rows(config, "", ("m",))["KV cache"]
+    if kv_cache_dtype == "auto":
+        assert config.num_tokens_unquantized is None and "unquantized" not in shown
+    else:
+        more = config.cache.num_tokens - (1 << 20) // (16 * num_heads * 256) * 16
+        assert f"in {kv_cache_dtype} ({more:,} more than unquantized)" in shown
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+def test_tokens_more_are_those_of_the_same_memory(tmp_path: Path, kv_cache_dtype: str) -> None:
+    """Also if the rest after the quantized blocks would complete one more unquantized block."""
+    model = write_checkpoint(tmp_path / "model", config={"head_dim": 64})
+    block_bytes = 16 * 2 * 2 * 2 * 256  # tokens, layers, K and V, heads
+    numbers = {}
+    for dtype in ("auto", kv_cache_dtype):
+        engine = build_engine(
+            EngineArgs(model=str(model), kv_cache_dtype=dtype, **{**SMALL, "kv_cache_memory_bytes": 37 * block_bytes})
+        )
+        config = engine.core.config
+        numbers[dtype] = config.cache.num_tokens
+        unquantized, rest = config.num_tokens_unquantized, 37 * block_bytes - config.kv_bytes
+        engine.close()
+    assert rest > 0
+    assert unquantized == numbers["auto"] == 37 * 16
+
+
+def test_heads_that_no_group_divides_are_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_checkpoint(tmp_path / "model", config={"head_dim": 24})
+    monkeypatch.setattr(mx, "load", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype int8 .* \(head_dim 24\); choose auto") as refused:
+        build_engine(EngineArgs(model=str(model), kv_cache_dtype="int8"))
+    assert refused.value.flag == "--kv-cache-dtype"
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-dtype"):
+        EngineArgs(model="m", kv_cache_dtype="fp8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.chat_args import ChatArgs
+from metal_engine.settings.config import DeviceInfo
 from metal_engine.settings.fields import ENV_PREFIX, make_args, parse_count, parse_size, settings_of
+from metal_engine.settings.multi_model import per_model_args, refuse_for_one_model
+from metal_engine.settings.resolve import plans_ahead
 from metal_engine.settings.server_args import ServerArgs
 from metal_engine.settings.sources import CONSTANTS, read_settings
 
@@ -99,8 +103,7 @@ def test_every_setting_without_a_flag_names_its_key() -> None:
 
 def test_every_field_is_a_setting() -> None:
     for cls in (ServerArgs, EngineArgs, ChatArgs):
-        names = {field.name for field in dataclasses.fields(cls)} - {"model"}
-        assert names == {one.name for one in settings_of(cls)}
+        assert {field.name for field in dataclasses.fields(cls)} - {"model"} == {one.name for one in settings_of(cls)}
 
 
 def test_lists(tmp_path: Path) -> None:
@@ -118,7 +121,7 @@ def test_nothing_given(tmp_path: Path) -> None:
     assert resolve(None, None, "port:\n", tmp_path) == {}
 
 
-BAD_FILES = [
+@pytest.mark.parametrize(("yaml", "message"), [
     ("prot: 1", "config.yaml: unknown setting 'prot'; did you mean port?"),
     ("max_modellen: 1", "did you mean max-model-len?"),
     ("3: 4", "unknown setting '3'"),
@@ -137,10 +140,7 @@ BAD_FILES = [
     ("revision: 2024-02-30", "is not valid YAML: day is out of range"),
     ("a: &a [*a]", "unknown setting"),
     ("!!python/object/apply:os.system ['true']", "is not valid YAML"),
-]
-
-
-@pytest.mark.parametrize(("yaml", "message"), BAD_FILES)
+])  # fmt: skip
 def test_bad_files(yaml: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as info:
         resolve(None, None, yaml, tmp_path)
@@ -211,7 +211,7 @@ def test_no_counts(text: str) -> None:
         parse_count(text)
 
 
-BAD_SERVERS: list[tuple[dict[str, Any], str]] = [
+@pytest.mark.parametrize(("arguments", "flag"), [
     ({"port": -1}, "--port"),
     ({"port": 65536}, "--port"),
     ({"max_body_size": 0}, "--max-body-size"),
@@ -222,10 +222,7 @@ BAD_SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"api_key": ("key", "key ")}, "--api-key"),
     ({"api_key": "a\nb"}, "--api-key"),
     ({"served_model_name": ("a", "")}, "--served-model-name"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "flag"), BAD_SERVERS)
+])  # fmt: skip
 def test_bad_server_settings_name_the_flag(arguments: dict[str, Any], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag) as caught:
         ServerArgs(**arguments)
@@ -266,3 +263,74 @@ def test_visible_names() -> None:
 def test_seed_out_of_range(seed: int) -> None:
     with pytest.raises(ConfigError, match="--seed"):
         EngineArgs(model="m", seed=seed)
+
+
+# --- ranks ---
+
+
+def test_there_is_one_rank_by_default() -> None:
+    assert EngineArgs(model="m", kv_cache_dir="somewhere", enable_lora=True).num_ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [("tensor", "--tensor-parallel-size"), ("pipeline", "--pipeline-parallel-size")]
+)
+def test_either_flag_makes_ranks(name: str, flag: str) -> None:
+    args = EngineArgs(model="m", **{f"{name}_parallel_size": 3})  # type: ignore[arg-type]
+    assert (args.num_ranks, args.ranks_flag) == (3, flag)
+
+
+@pytest.mark.parametrize(("flag", "value"), [
+    ("--pipeline-parallel-size", 2),
+    ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
+    ("--kv-cache-dir", "somewhere"),
+    ("--kv-transfer-config", "{}"),
+    ("--lora-modules", ("a=b",)),
+    ("--enable-lora", True),
+])  # fmt: skip
+def test_what_does_not_work_with_ranks_is_refused_by_name(flag: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{flag} .*--tensor-parallel-size") as error:
+        EngineArgs(model="m", tensor_parallel_size=2, **{flag[2:].replace("-", "_"): value})
+    assert error.value.flag == flag
+
+
+@pytest.mark.parametrize("settings", [{"tensor_parallel_size": 0}, {"distributed_timeout_seconds": 0.0}])
+def test_bounds(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        EngineArgs(model="m", **settings)
+
+
+def test_several_models_have_one_rank_each() -> None:
+    with pytest.raises(ConfigError, match="--tensor-parallel-size is for one model"):
+        refuse_for_one_model(EngineArgs(model="m", tensor_parallel_size=2))
+
+
+# --- steps planned ahead ---
+
+
+NGRAM = {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 4})}
+DRAFT_MODEL = {
+    "speculative_config": json.dumps({"method": "draft_model", "model": "small", "num_speculative_tokens": 3})
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "on_metal"),
+    [({}, True), (NGRAM, True), (DRAFT_MODEL, False), ({"tensor_parallel_size": 2}, False)],
+    ids=["plain", "ngram", "draft model", "ranks"],
+)
+def test_on_metal_unless_it_may_win_nothing(given: dict[str, Any], on_metal: bool) -> None:
+    args = EngineArgs(model="model", **given)
+    assert plans_ahead(args, "metal") == on_metal
+    assert not plans_ahead(args, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["metal", "cpu"])
+@pytest.mark.parametrize("given", [True, False])
+def test_the_flag_decides(kind: str, given: bool) -> None:
+    assert plans_ahead(EngineArgs(model="model", async_scheduling=given, **DRAFT_MODEL), kind) == given
+
+
+def test_each_of_several_models_plans_ahead() -> None:
+    device = DeviceInfo(kind="metal", name="GPU", compute="GPU", memory_bytes=1 << 34)
+    assert plans_ahead(per_model_args(EngineArgs(model="model"), 1 << 33, device), device.kind)

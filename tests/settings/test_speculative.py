@@ -65,36 +65,32 @@ def test_one_length_alone_stands_for_both(given: dict[str, int], longest: int, s
 def test_a_file_may_have_an_object(tmp_path: Any) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("speculative-config:\n  method: ngram\n  num_speculative_tokens: 3\n")
-    values = read_settings(settings_of(EngineArgs), {}, {}, file, known=[])
-    config = speculative_config(EngineArgs(model="m", **values))
+    config = speculative_config(EngineArgs(model="m", **read_settings(settings_of(EngineArgs), {}, {}, file, known=[])))
     assert config is not None and config.num_speculative_tokens == 3
 
 
 FLAG = "--speculative-config"
 
 
-@pytest.mark.parametrize(
-    ("given", "flag", "message"),
-    [
-        ("{", FLAG, "is not JSON"),
-        ("[" * 100_000, FLAG, "is not JSON"),
-        ([], FLAG, "must be a JSON object"),
-        ({"method": "ngram"}, FLAG, "needs 'num_speculative_tokens'"),
-        ({"num_speculative_tokens": 3}, FLAG, "needs 'method'"),
-        ({**GIVEN, "method": "eagle"}, FLAG, "'eagle'; the methods are ngram, draft_model, mtp"),
-        ({**GIVEN, "method": ["ngram"]}, FLAG, "the methods are ngram, draft_model, mtp"),
-        ({**GIVEN, "method": "draft_model", "model": "m"}, FLAG, "has the unknown key 'prompt_lookup_max'"),
-        ({"method": "draft_model", "num_speculative_tokens": 3}, FLAG, "needs 'model'"),
-        ({**DRAFT_MODEL, "model": ""}, FLAG, "needs 'model'"),
-        ({**DRAFT_MODEL, "num_speculative_tokens": 0}, None, "at least 1"),
-        ({**DRAFT_MODEL, "draft_tensor_parallel_size": 2}, FLAG, "has the unknown key 'draft_tensor_parallel_size'"),
-        ({**GIVEN, "model": "m"}, FLAG, "has the unknown key 'model'"),
-        ({**GIVEN, "num_speculative_tokens": 0}, None, "at least 1"),
-        ({**GIVEN, "num_speculative_tokens": 65}, None, "at most 64"),
-        ({**GIVEN, "prompt_lookup_min": 5}, FLAG, "prompt_lookup_min 5 is more than"),
-        ({**GIVEN, "prompt_lookup_max": "x"}, None, "whole number"),
-    ],
-)
+@pytest.mark.parametrize(("given", "flag", "message"), [
+    ("{", FLAG, "is not JSON"),
+    ("[" * 100_000, FLAG, "is not JSON"),
+    ([], FLAG, "must be a JSON object"),
+    ({"method": "ngram"}, FLAG, "needs 'num_speculative_tokens'"),
+    ({"num_speculative_tokens": 3}, FLAG, "needs 'method'"),
+    ({**GIVEN, "method": "eagle"}, FLAG, "'eagle'; the methods are ngram, draft_model, mtp"),
+    ({**GIVEN, "method": ["ngram"]}, FLAG, "the methods are ngram, draft_model, mtp"),
+    ({**GIVEN, "method": "draft_model", "model": "m"}, FLAG, "has the unknown key 'prompt_lookup_max'"),
+    ({"method": "draft_model", "num_speculative_tokens": 3}, FLAG, "needs 'model'"),
+    ({**DRAFT_MODEL, "model": ""}, FLAG, "needs 'model'"),
+    ({**DRAFT_MODEL, "num_speculative_tokens": 0}, None, "at least 1"),
+    ({**DRAFT_MODEL, "draft_tensor_parallel_size": 2}, FLAG, "has the unknown key 'draft_tensor_parallel_size'"),
+    ({**GIVEN, "model": "m"}, FLAG, "has the unknown key 'model'"),
+    ({**GIVEN, "num_speculative_tokens": 0}, None, "at least 1"),
+    ({**GIVEN, "num_speculative_tokens": 65}, None, "at most 64"),
+    ({**GIVEN, "prompt_lookup_min": 5}, FLAG, "prompt_lookup_min 5 is more than"),
+    ({**GIVEN, "prompt_lookup_max": "x"}, None, "whole number"),
+])  # fmt: skip
 def test_refusals_name_the_flag(given: Any, flag: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         read(given)
@@ -139,8 +135,7 @@ def test_the_banner_counts_states_before_drafts() -> None:
         model=dataclasses.replace(config.model, state_bytes_per_request=1024),
         cache=dataclasses.replace(config.cache, num_state_slots=20),
     )
-    rows = startup_rows(config, "http://127.0.0.1:1", ("fake",))
-    assert rows["states"].endswith(
+    assert startup_rows(config, "http://127.0.0.1:1", ("fake",))["states"].endswith(
         "20 slots: 3 for requests, 3 for their states before drafts, the others for checkpoints"
     )
 
@@ -148,8 +143,7 @@ def test_the_banner_counts_states_before_drafts() -> None:
 def test_the_banner_says_so() -> None:
     rows = startup_rows(fake_config(speculative=SpeculativeConfig(**GIVEN)), "http://127.0.0.1:1", ("fake",))
     assert rows["speculation"].startswith("ngram: up to 4 tokens")
-    drafting = with_draft(fake_config(speculative=read(DRAFT_MODEL)))
-    rows = startup_rows(drafting, "http://127.0.0.1:1", ("fake",))
+    rows = startup_rows(with_draft(fake_config(speculative=read(DRAFT_MODEL))), "http://127.0.0.1:1", ("fake",))
     assert rows["speculation"].startswith("draft_model: up to 3 tokens a request and step, of small (3 M parameters")
     assert "weights 5 MiB, KV cache 14 KiB" in rows["memory"]
 
@@ -171,23 +165,19 @@ def test_a_draft_model_is_in_the_pool_s_size() -> None:
     device = dataclasses.replace(config.device, kind="metal", memory_bytes=4 * GIB)
     args = EngineArgs(model="m", speculative_config=json.dumps(DRAFT_MODEL), gpu_memory_utilization=1.0, block_size=16)
     resolved = resolve_config(args, model, device, "mlx", draft=draft)
-    left = 4 * GIB - 7 * GIB // 4 - MARGIN_BYTES
-    assert resolved.cache.num_blocks == left // (16 * 4000)
+    assert resolved.cache.num_blocks == (4 * GIB - 7 * GIB // 4 - MARGIN_BYTES) // (16 * 4000)
     assert resolved.kv_bytes == resolved.cache.num_tokens * 4000
     assert resolved.peak_bytes == 7 * GIB // 4 + resolved.kv_bytes
     assert resolved.scheduler.speculative is not None and resolved.scheduler.speculative.max_draft_len == 77
 
 
-@pytest.mark.parametrize(
-    ("draft", "message"),
-    [
-        ({"a": 0, "b": 1, "c": 2}, None),
-        ({"a": 0, "b": 1}, None),  # tokens of only one model
-        ({"a": 0, "b": 1, "c": 2, "<pad>": 3, "<pad2>": 4}, None),
-        ({"a": 0, "c": 1, "b": 2}, "token 1 is 'c', not 'b'. Differing tokens: 2"),
-        ({"a": 0, "b": 1, "<tool>": 2}, "token 2 is '<tool>', not 'c'. Differing tokens: 1"),
-    ],
-)
+@pytest.mark.parametrize(("draft", "message"), [
+    ({"a": 0, "b": 1, "c": 2}, None),
+    ({"a": 0, "b": 1}, None),  # tokens of only one model
+    ({"a": 0, "b": 1, "c": 2, "<pad>": 3, "<pad2>": 4}, None),
+    ({"a": 0, "c": 1, "b": 2}, "token 1 is 'c', not 'b'. Differing tokens: 2"),
+    ({"a": 0, "b": 1, "<tool>": 2}, "token 2 is '<tool>', not 'c'. Differing tokens: 1"),
+])  # fmt: skip
 def test_vocabularies_are_compared_by_token(draft: dict[str, int], message: str | None) -> None:
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message) as caught:
         check_draft_vocabulary("small", draft, "large", {"a": 0, "b": 1, "c": 2})

@@ -99,6 +99,12 @@ def wait_for_answer(page: Page, number: int = 1) -> None:
     )
 
 
+def ask(page: Page, text: str, number: int = 1) -> None:
+    """Send a message in the chat and wait until answer ``number`` is complete."""
+    say(page, text)
+    wait_for_answer(page, number)
+
+
 def texts(page: Page, selector: str) -> list[str]:
     return [re.sub(r"\s+", " ", text).strip() for text in page.locator(selector).all_inner_texts()]
 

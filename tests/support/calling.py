@@ -7,14 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from metal_engine.answers.answer_format import AnswerFormat
+from tests.support.golden import GoldenCase
 from tests.support.serving import Served, serve
 from tests.support.splitting import answer_format
-from tests.support.tool_formats import RECORDED, TOOLS
+from tests.support.tool_formats import TOOLS, TRAINS, WEATHER
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
 
 CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
 USER: list[Any] = [{"role": "user", "content": "hi"}]
-RECORD = RECORDED[0]
+RECORD = GoldenCase(
+    "json_tools", "think", "text before two calls", frozenset(), "Let me look: 1 < 2.\n\n"
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 😀", "days": 3}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "find_trains", "arguments": {"city": "Rome"}}\n</tool_call>',
+    content="Let me look: 1 < 2.", calls=[WEATHER, TRAINS],
+)  # fmt: skip
 ANSWER = f"<think>\nhm\n</think>\n\n{RECORD.text}"
 # The tools in the form of /v1/responses, and of /v1/messages.
 FLAT_TOOLS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]

@@ -85,6 +85,12 @@ def golden_cases() -> list[GoldenCase]:
     return [case for path in sorted(FOLDER.glob("*.txt")) for case in _cases(path)]
 
 
+def calling_cases() -> list[GoldenCase]:
+    """Return one case of each parser: without reasoning, and with as many calls as any."""
+    cases = [c for c in golden_cases() if c.calls and not c.options and c.reasoning is None and c.parser != "auto"]
+    return list({c.parser: c for c in sorted(cases, key=lambda c: len(c.calls))}.values())
+
+
 def _cases(path: Path) -> list[GoldenCase]:
     head, *sections = re.split(r"\n+^=== ", path.read_text().rstrip("\n"), flags=re.MULTILINE)
     named = dict(line.split(": ", 1) for line in head.split("\n")[1:])

@@ -243,13 +243,13 @@ class _Bytes:
         return self._file
 
 
-def answers(received: bytes, *, head: bool = False) -> list[Answer]:
+def answers(received: bytes) -> list[Answer]:
     """Parse the bytes of a connection into responses."""
     found = []
     while received:
         file = io.BytesIO(received)
         file.close = lambda: None  # type: ignore[method-assign]
-        response = http.client.HTTPResponse(_Bytes(file), method="HEAD" if head else "GET")  # type: ignore[arg-type]
+        response = http.client.HTTPResponse(_Bytes(file), method="GET")  # type: ignore[arg-type]
         response.begin()
         body = response.read()
         if response.status != 100:

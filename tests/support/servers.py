@@ -6,7 +6,7 @@ Imports servers and clients only when a test uses a server, because every test p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,14 +14,28 @@ if TYPE_CHECKING:
     from tests.support.serving import Served
 
 
-def _idle_afterwards(server: Served) -> Iterator[Served]:
-    server.check_alive()
-    yield server
-    server.wait_until_idle()
+def servers_of(item: pytest.Item) -> list[Any]:
+    return [one for one in (getattr(item, "funcargs", None) or {}).values() if hasattr(type(one), "check_left_idle")]
+
+
+def pytest_exception_interact(node: pytest.Item) -> None:
+    """Do not wait for the servers of a test that has failed: its traceback may hold connections open."""
+    for server in servers_of(node):
+        server.is_left_idle = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Check that a test leaves the servers of its fixtures idle, after its own fixtures have ended."""
+    servers = servers_of(item)
+    yield
+    for server in servers:
+        server.check_left_idle()
 
 
 @pytest.fixture(scope="session")
-def _hash_server() -> Iterator[Served]:
+def served() -> Iterator[Served]:
+    """Yield a server that generates text without end. Each token depends on all earlier tokens."""
     from tests.support.serving import serve
 
     with serve() as served:
@@ -29,7 +43,8 @@ def _hash_server() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def _echo_server() -> Iterator[Served]:
+def echoing() -> Iterator[Served]:
+    """Yield a server that repeats the tokens of the prompt, then generates EOS."""
     from tests.support.serving import serve
     from tools.fixtures.fake_engine import echo
 
@@ -37,20 +52,9 @@ def _echo_server() -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture
-def served(_hash_server: Served) -> Iterator[Served]:
-    """Yield a server that generates text without end. Each token depends on all earlier tokens."""
-    yield from _idle_afterwards(_hash_server)
-
-
-@pytest.fixture
-def echoing(_echo_server: Served) -> Iterator[Served]:
-    """Yield a server that repeats the tokens of the prompt, then generates EOS."""
-    yield from _idle_afterwards(_echo_server)
-
-
 @pytest.fixture(scope="session")
-def _calling_server() -> Iterator[Served]:
+def calling() -> Iterator[Served]:
+    """Yield a server whose model thinks, says something and calls two tools: ``tests.support.calling.ANSWER``."""
     from tests.support.calling import ANSWER, answering
 
     with answering(ANSWER) as served:
@@ -58,25 +62,11 @@ def _calling_server() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def _tiny_server() -> Iterator[Served]:
-    from metal_engine.engine.async_engine import AsyncEngine
-    from metal_engine.engine.engine_thread import EngineThread
+def tiny() -> Iterator[Served]:
+    """Yield a server on a tiny model with random weights, for log probabilities and sampling."""
     from tests.support.serving import serve
     from tests.support.tiny_engine import tiny_engine
+    from tools.fixtures.fake_engine import in_thread
 
-    engine = AsyncEngine(EngineThread(lambda: tiny_engine(num_blocks=512)))
-    engine.start()
-    with serve(engine=engine) as served:
+    with serve(engine=in_thread(lambda: tiny_engine(num_blocks=512))) as served:
         yield served
-
-
-@pytest.fixture
-def calling(_calling_server: Served) -> Iterator[Served]:
-    """Yield a server whose model thinks, says something and calls two tools: ``tests.support.calling.ANSWER``."""
-    yield from _idle_afterwards(_calling_server)
-
-
-@pytest.fixture
-def tiny(_tiny_server: Served) -> Iterator[Served]:
-    """Yield a server on a tiny model with random weights, for log probabilities and sampling."""
-    yield from _idle_afterwards(_tiny_server)

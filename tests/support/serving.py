@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import fastapi.dependencies.models
 import httpx
 import openai
 import uvicorn.server
+from fastapi import FastAPI
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
@@ -77,6 +78,7 @@ class Served:
     thread: threading.Thread
     loop: asyncio.AbstractEventLoop
     num_idle_tasks: int
+    is_left_idle: bool = True  # whether the server must be idle after a test
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -91,19 +93,17 @@ class Served:
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
 
-    def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
-
     def post(self, path: str, body: object) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=DEADLINE)
 
-    def check_alive(self) -> None:
-        """Fail if the event loop has ended. The socket would still accept connections, and requests would hang."""
-        assert self.thread.is_alive(), "the server's event loop has ended: see the warning about its exception"
+    def check_left_idle(self) -> None:
+        """Wait until the server is idle, unless a test has failed, or has ended the server or its engine."""
+        if self.is_left_idle and not self.server.should_exit and self.engine.error is None:
+            self.wait_until_idle()
 
     def wait_until_idle(self) -> None:
         """Wait until no state of any request is left in the server, the engine or the block pool."""
-        self.check_alive()
+        assert self.thread.is_alive(), "the server's event loop has ended: see the warning about its exception"
         wait_until(lambda: self.engine.num_open_requests == 0, "open requests")
         if isinstance(self.engine._engine, BuiltEngine | SteppedEngine):
             wait_until(lambda: not self.core.has_requests, "requests in the engine")
@@ -114,6 +114,41 @@ class Served:
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
         assert (self.engine.num_waiting, self.engine.num_queued_tokens) == (0, 0)
         assert not self.engine._client._open
+
+
+@contextmanager
+def run_server(
+    app: FastAPI, args: ServerArgs, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None, **options: Any
+) -> Iterator[tuple[Server, threading.Thread, asyncio.AbstractEventLoop, int]]:
+    """Yield a server that a thread runs, the thread, the event loop and its number of tasks while it is idle."""
+    started: list[Any] = []
+    server = Server(
+        app,
+        app.state.models,
+        shutdown_timeout=args.shutdown_timeout,
+        limits=connection_limits(args),
+        on_ready=lambda: started.extend((asyncio.get_running_loop(), len(asyncio.all_tasks()))),
+        host="127.0.0.1",
+        port=0,
+        **tls_options(args),
+        **options,
+    )
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(server.serve())
+
+    thread = threading.Thread(target=run, name="server")
+    thread.start()
+    try:
+        wait_until(lambda: bool(started) or not thread.is_alive(), "the server to start")
+        assert server.started
+        yield server, thread, *started
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE)
+        forget_endpoints()
+        assert not thread.is_alive()
 
 
 @contextmanager
@@ -130,45 +165,19 @@ def serve(
     engine: AsyncEngine | None = None,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Iterator[Served]:
-    """Yield a server on a fake runner, or on a running ``engine``. Shuts the server and the engine down at the end."""
+    """Yield a server on a fake runner, or on a running ``engine``.
+
+    Shuts the server and the engine down at the end. Unless the test has ended them, they must be idle then.
+    """
     config = config or fake_config()
     runner = FakeRunner(config.cache.block_size, next_token, step_time)
     engine = engine or fake_engine(runner, config, tokenizer)
     args = args or ServerArgs(shutdown_timeout=1)
     app = create_app(engine, names, args, answer_format)
-    server = Server(
-        app,
-        app.state.models,
-        shutdown_timeout=args.shutdown_timeout,
-        death_grace=death_grace,
-        limits=connection_limits(args),
-        on_ready=lambda: idle_tasks.append(len(asyncio.all_tasks())),
-        host="127.0.0.1",
-        port=0,
-        **tls_options(args),
-    )
-    loops: list[asyncio.AbstractEventLoop] = []
-    idle_tasks: list[int] = []
-
-    async def run() -> None:
-        loops.append(asyncio.get_running_loop())
-        await server.serve()
-
-    def run_loop() -> None:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(run())
-
-    thread = threading.Thread(target=run_loop, name="server")
-    thread.start()
-    try:
-        wait_until(lambda: bool(idle_tasks) or not thread.is_alive(), "the server to start")
-        assert server.started
-        (loop,) = loops
-        yield Served(f"http://127.0.0.1:{server.port}", engine, runner, server, thread, loop, *idle_tasks)
-    finally:
-        runner.running.set()
-        server.should_exit = True
-        thread.join(DEADLINE)
-        engine.shutdown()
-        forget_endpoints()
-        assert not thread.is_alive()
+    with ExitStack() as stack:
+        stack.callback(engine.shutdown)
+        server, *running = stack.enter_context(run_server(app, args, loop_factory, death_grace=death_grace))
+        stack.callback(runner.running.set)
+        served = Served(f"http://127.0.0.1:{server.port}", engine, runner, server, *running)
+        yield served
+        served.check_left_idle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,22 +14,27 @@ from typing import Any
 import httpx
 
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.device_access import DeviceAccess
-from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.errors import ModelLoadError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.server.app import app_of
-from metal_engine.server.connections.limits import connection_limits
 from metal_engine.server.generation.model_provider import MultiModel
 from metal_engine.server.run import Server
 from metal_engine.server.status.registry_routes import Discover
 from metal_engine.server.workers import Workers
 from metal_engine.settings.config import EngineConfig
 from metal_engine.settings.server_args import ServerArgs
-from tests.support.serving import DEADLINE, forget_endpoints, wait_until
-from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, generated, hash_chain, tiny_tokenizer
+from tests.support.serving import DEADLINE, run_server, wait_until
+from tools.fixtures.fake_engine import (
+    FakeRunner,
+    NextToken,
+    fake_config,
+    generated,
+    hash_chain,
+    in_thread,
+    tiny_tokenizer,
+)
 from tools.fixtures.stepped_engine import SteppedEngine
 
 TOKENIZER = tiny_tokenizer()
@@ -85,9 +90,7 @@ class FakeModel:
             self.runners.append(runner)
             return SteppedEngine(self.config, runner, TOKENIZER)
 
-        engine = AsyncEngine(EngineThread(build))
-        engine.start()
-        return LoadedEngine(engine, AnswerFormat())
+        return LoadedEngine(in_thread(build), AnswerFormat())
 
 
 @dataclass
@@ -116,57 +119,31 @@ def serve_models(
     sources: dict[str, ModelSource],
     memory_bytes: int,
     *,
-    keep_alive: float = 0.0,
     args: ServerArgs | None = None,
-    prepare: Callable[[ModelRegistry], Awaitable[None]] | None = None,
     discover: Discover | None = None,
 ) -> Iterator[ServedModels]:
     """Yield a server whose models are loaded on demand. Shuts the server down at the end."""
     args = args or ServerArgs(shutdown_timeout=1)
-    registry = ModelRegistry(memory_bytes, keep_alive)
+    registry = ModelRegistry(memory_bytes, keep_alive=0.0)
     for name, source in sources.items():
         registry.add(name, source)
     models = MultiModel(registry, args, Workers())
-    loops: list[asyncio.AbstractEventLoop] = []
-    is_up = threading.Event()
-    server = Server(
-        app_of(models, args, discover),
-        models,
-        prepare=None if prepare is None else lambda: prepare(registry),
-        shutdown_timeout=args.shutdown_timeout,
-        limits=connection_limits(args),
-        on_ready=is_up.set,
-        host="127.0.0.1",
-        port=0,
-    )
-
-    async def run() -> None:
-        loops.append(asyncio.get_running_loop())
-        await server.serve()
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()), name="server")
-    thread.start()
     try:
-        wait_until(lambda: is_up.is_set() or not thread.is_alive(), "the server to start")
-        assert server.started
-        yield ServedModels(f"http://127.0.0.1:{server.port}", registry, loops[0], server)
+        with run_server(app_of(models, args, discover), args) as (server, _, loop, _):
+            yield ServedModels(f"http://127.0.0.1:{server.port}", registry, loop, server)
     finally:
-        server.should_exit = True
-        thread.join(DEADLINE)
         models.workers.close()
         assert registry.shutdown(DEADLINE)
-        forget_endpoints()
-        assert not thread.is_alive()
 
 
 MEMORY_FOR_TWO = 200
 
 
 class SeveralFakes:
-    """Three fake models behind a server that has memory for two."""
+    """Fake models behind a server."""
 
     def __init__(self, served: ServedModels, models: dict[str, FakeModel]) -> None:
-        self.served, self.models = served, models
+        self.served, self.models, self.is_left_idle = served, models, True
 
     def text(self, name: str, prompt: str, num_tokens: int = 8) -> str:
         """Return the text that a model generates for a raw prompt."""
@@ -191,6 +168,24 @@ class SeveralFakes:
             return all(not one.num_leases and one.load is None and one.unloading is None for one in entries)
 
         wait_until(is_idle, "requests to end")
+
+    def check_left_idle(self) -> None:
+        if self.is_left_idle:
+            self.wait_until_idle()
+
+
+@contextmanager
+def serve_fakes(
+    names: Sequence[str], memory_bytes: int = MEMORY_FOR_TWO, step_time: float = 0.0
+) -> Iterator[SeveralFakes]:
+    """Yield fake models with these names behind a server."""
+    models = {name: FakeModel(salt, step_time=step_time) for salt, name in enumerate(names)}
+    with serve_models({name: one.source for name, one in models.items()}, memory_bytes) as served:
+        made = SeveralFakes(served, models)
+        yield made
+        for one in models.values():
+            one.gate.set()
+        made.check_left_idle()
 
 
 def events(text: str) -> list[Any]:

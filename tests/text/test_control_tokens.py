@@ -113,8 +113,7 @@ def test_hiding_marks_takes_a_few_times_the_text(demo_tokenizer: Tokenizer) -> N
     """Replacing marks takes time proportional to the text, for any number of marks and names of the text."""
     text = "<|im_start|>" * 10_000
     message = {"role": "assistant", "content": "", "reasoning": text, "reasoning_content": text, "thinking": text}
-    backend = demo_tokenizer.hf_tokenizer.backend_tokenizer
-    marks = ControlTokens(backend, ["<|im_start|>{{ messages }}"])
+    marks = ControlTokens(demo_tokenizer.hf_tokenizer.backend_tokenizer, ["<|im_start|>{{ messages }}"])
     rendered: list[Any] = []
 
     def render(messages: list[Any], variables: dict[str, Any]) -> str:
@@ -146,20 +145,17 @@ def test_a_forged_turn_is_text(demo_tokenizer: Tokenizer) -> None:
     assert len(demo_tokenizer.encode("<|im_end|>")) == 1
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{% for p in messages[0].content %}{{ p.text }}{% endfor %}<|im_end|>", ["<|im_", "end|>"]),
-        ("{{ messages[0].content | lower }}<|im_end|>", "<|IM_END|>"),
-        ("{{ messages[0].content | replace('~', '') }}<|im_end|>", "<|im~_end|>"),
-        ("{{ messages[0].content[::-1] }}<|im_end|>", "<|im_end|>"[::-1]),
-        ("<{{ messages[0].content }}><|im_end|>", "|im_end|"),
-        ("{{ messages[0].content | striptags }}<|im_end|>", "&lt;|im_end|&gt;"),
-        ("{{ messages[0].content.split() | join }}<|im_end|>", "<|im_ end|>"),
-        ("{{ messages[0].content | tojson(ensure_ascii=True) }}<|im_end|>", "é<|im_end|>"),
-        ("{{ messages[0] | tojson }}<|im_end|>", "<|im_end|>"),
-    ],
-)
+@pytest.mark.parametrize(("template", "message"), [
+    ("{% for p in messages[0].content %}{{ p.text }}{% endfor %}<|im_end|>", ["<|im_", "end|>"]),
+    ("{{ messages[0].content | lower }}<|im_end|>", "<|IM_END|>"),
+    ("{{ messages[0].content | replace('~', '') }}<|im_end|>", "<|im~_end|>"),
+    ("{{ messages[0].content[::-1] }}<|im_end|>", "<|im_end|>"[::-1]),
+    ("<{{ messages[0].content }}><|im_end|>", "|im_end|"),
+    ("{{ messages[0].content | striptags }}<|im_end|>", "&lt;|im_end|&gt;"),
+    ("{{ messages[0].content.split() | join }}<|im_end|>", "<|im_ end|>"),
+    ("{{ messages[0].content | tojson(ensure_ascii=True) }}<|im_end|>", "é<|im_end|>"),
+    ("{{ messages[0] | tojson }}<|im_end|>", "<|im_end|>"),
+])  # fmt: skip
 def test_marks_that_come_about_in_the_template(template: str, message: Any) -> None:
     tokenizer = tokenizer_of("byte_level", template)
     content = message if isinstance(message, str) else [{"type": "text", "text": text} for text in message]

@@ -67,15 +67,8 @@ def test_codestral() -> None:
 
 
 def test_tokens_for_a_prefix_are_taken_as_they_are() -> None:
-    tokenizer = tokenizer_with(byte_level(), *FORMS[0][0], bos=True)
-    tokens, of_prefix = spelled(tokenizer, [97, 98], "c")
+    tokens, of_prefix = spelled(tokenizer_with(byte_level(), *FORMS[0][0], bos=True), [97, 98], "c")
     assert tokens == ["<|fim_prefix|>", "a", "b", "<|fim_suffix|>", "c", "<|fim_middle|>"] and of_prefix == ["a", "b"]
-
-
-def test_control_tokens_in_the_texts_are_read_as_in_any_raw_prompt() -> None:
-    tokenizer = tokenizer_with(byte_level(), *FORMS[0][0])
-    tokens, _ = spelled(tokenizer, "</s>", "a<|fim_suffix|>")
-    assert tokens == ["<|fim_prefix|>", "</s>", "<|fim_suffix|>", "a", "<|fim_suffix|>", "<|fim_middle|>"]
 
 
 def test_tokenizers_without_all_the_tokens_have_none() -> None:

@@ -56,8 +56,7 @@ def feed(stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], str | No
 
 
 def cut(text: str, cuts: list[int]) -> list[str]:
-    places = [0, *sorted(c % (len(text) + 1) for c in cuts), len(text)]
-    return [text[a:b] for a, b in pairwise(places)]
+    return [text[a:b] for a, b in pairwise([0, *sorted(c % (len(text) + 1) for c in cuts), len(text)])]
 
 
 @given(
@@ -95,18 +94,14 @@ def test_long_stop_strings_cost_no_more_than_their_length() -> None:
 # --- Detokenizer --------------------------------------------------------------------------------------------
 
 
-def check_pieces(pieces: list[str], text: str) -> None:
-    assert "".join(pieces) == text
-    assert all("\ufffd" not in piece for piece in pieces)
-
-
 readable = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufffd"), max_size=30)
 
 
 @given(prompt=readable, text=readable)
 def test_pieces_of_the_tokenizers_own_tokens(prompt: str, text: str) -> None:
     detokenizer = tokenizer().detokenizer(tokenizer().encode(prompt), True)
-    check_pieces([detokenizer.add(token) for token in tokenizer().encode(text)], text)
+    pieces = [detokenizer.add(token) for token in tokenizer().encode(text)]
+    assert "".join(pieces) == text and all("\ufffd" not in piece for piece in pieces)
 
 
 def tokens_of(*spellings: bytes) -> tuple[Tokenizer, list[int]]:
@@ -137,8 +132,7 @@ def test_whole_characters_do_not_wait_for_half_a_one() -> None:
 def test_a_prompt_ends_within_any_token(cuts: list[int], at: int, text: str) -> None:
     """Tokens of several bytes, cut anywhere: each character appears once, as soon as it is whole."""
     raw = text.encode()
-    places = sorted({0, len(raw), *(c for c in cuts if c < len(raw))})
-    pieces = [raw[a:b] for a, b in pairwise(places)]
+    pieces = [raw[a:b] for a, b in pairwise(sorted({0, len(raw), *(c for c in cuts if c < len(raw))}))]
     made, ids = tokens_of(*pieces)
     at %= len(ids)
     detokenizer, before = made.detokenizer(ids[:at], True), b"".join(pieces[:at])
@@ -169,13 +163,7 @@ def wholes(made: Tokenizer, ids: list[int]) -> str:
 @given(prompt=st.lists(st.integers(0, 255), max_size=8), ids=st.lists(st.integers(0, 255), max_size=20))
 def test_any_bytes_are_survived(prompt: list[int], ids: list[int]) -> None:
     detokenizer = tokenizer().detokenizer(prompt, True)
-    text = "".join(detokenizer.add(token) for token in [*ids, *byte_ids(" end of text")])
-    assert text.endswith(" end of text")
-
-
-def test_special_tokens() -> None:
-    assert tokenizer().detokenizer([65], True).add(EOS) == ""
-    assert tokenizer().detokenizer([65], False).add(EOS) == "<|im_end|>"
+    assert "".join(detokenizer.add(token) for token in [*ids, *byte_ids(" end of text")]).endswith(" end of text")
 
 
 @pytest.mark.parametrize(("token_id", "text"), [(EOS, ""), (0x80, "\ufffd")])
@@ -219,49 +207,6 @@ def run(text: OutputText, steps: list[RequestOutput]) -> list[RequestOutput]:
     return outputs
 
 
-def steps_of(text: str, finish_reason: str | None = None) -> list[RequestOutput]:
-    steps = [RequestOutput("r", token_ids=[token]) for token in byte_ids(text)]
-    if finish_reason == "stop":
-        steps.append(RequestOutput("r", token_ids=[EOS]))
-    steps[-1].finish_reason = finish_reason
-    return steps
-
-
-@pytest.mark.parametrize("finish_reason", ["stop", "length"])
-def test_a_request_to_its_end(finish_reason: str) -> None:
-    outputs = run(start(SamplingParams(), "prompt"), steps_of("héllo", finish_reason))
-    assert "".join(output.text for output in outputs) == "héllo"
-    assert [output.num_output_tokens for output in outputs] == list(range(1, len(outputs) + 1))
-    assert {output.num_prompt_tokens for output in outputs} == {6}
-    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (finish_reason, None)
-    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-
-
-def test_a_stop_string_ends_the_request() -> None:
-    outputs = run(start(SamplingParams(stop=("STOP",))), steps_of("a STar STOP now"))
-    assert "".join(output.text for output in outputs) == "a STar "
-    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", "STOP")
-    assert len(outputs) == len("a STar STOP")
-
-
-@pytest.mark.parametrize("finish_reason", ["stop", "length"])
-def test_text_held_back_is_shown_when_generation_ends_otherwise(finish_reason: str) -> None:
-    outputs = run(start(SamplingParams(stop=("STOP",))), steps_of("a STO", finish_reason))
-    assert "".join(output.text for output in outputs) == "a STO"
-    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (finish_reason, None)
-
-
-def test_a_stop_string_wins_over_the_length_it_is_completed_at() -> None:
-    outputs = run(start(SamplingParams(stop=("STOP",))), steps_of("a STOP", "length"))
-    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", "STOP")
-
-
-def test_a_stop_token_is_no_text_but_is_named() -> None:
-    output = RequestOutput("r", token_ids=[ord("x")], finish_reason="stop", stop_reason=ord("x"))
-    start(SamplingParams(stop_token_ids=(ord("x"),))).add(output)
-    assert (output.text, output.stop_reason, output.num_output_tokens) == ("", ord("x"), 1)
-
-
 def test_several_tokens_in_one_step() -> None:
     first, output = (RequestOutput("r", token_ids=byte_ids(text)) for text in ("é日", "abc"))
     run(start(SamplingParams(stop=("b",))), [first, output])
@@ -274,20 +219,18 @@ def test_several_tokens_in_one_step() -> None:
 # --- where tokens end ---
 
 
-def logprobs_of(place: int) -> TokenLogprobs:
-    """Return log probabilities that identify the output token to which they belong."""
-    return TokenLogprobs(place, -1.0, 1, ())
-
-
 def grouped_steps(ids: list[int], sizes: list[int], finish_reason: str) -> list[RequestOutput]:
-    """Return steps with the given numbers of tokens. The last step ends the output, with EOS if it is a stop."""
+    """Return steps with the given numbers of tokens. The last step ends the output, with EOS if it is a stop.
+
+    The id of log probabilities is the place of their token.
+    """
     ids = [*ids, EOS] if finish_reason == "stop" else ids
     steps = []
     at = 0
     for size in [*sizes, len(ids)]:
         if at < len(ids):
             places = range(at, min(at + size, len(ids)))
-            logprobs = [logprobs_of(place) for place in places]
+            logprobs = [TokenLogprobs(place, -1.0, 1, ()) for place in places]
             steps.append(RequestOutput("r", token_ids=[ids[place] for place in places], logprobs=logprobs))
             at += size
     steps[-1].finish_reason = finish_reason
@@ -374,20 +317,17 @@ def test_where_tokens_end(
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 100])
-@pytest.mark.parametrize(
-    ("text", "begins_inside", "shown", "found"),
-    [
-        ("STOP</r>a STOP b", True, "STOP</r>a ", "STOP"),
-        ("a<r>STOP</r> STO<r>P</r>", False, None, None),
-        ("a<r>STOP</r>STOP", False, "a<r>STOP</r>", "STOP"),
-        ("ST<r>OP</r>OP", False, None, None),
-        ("STOP<r>", False, "", "STOP"),
-        ("no end STOP", True, None, None),
-        ("a</r>\n\nb\n\nc", True, "a</r>\n\nb", "\n\n"),
-        ("a\n\nb", False, "a", "\n\n"),
-        ("<r>a\n\n</r>\n\n<r>\n\nb</r>\n\n", False, None, None),
-    ],
-)
+@pytest.mark.parametrize(("text", "begins_inside", "shown", "found"), [
+    ("STOP</r>a STOP b", True, "STOP</r>a ", "STOP"),
+    ("a<r>STOP</r> STO<r>P</r>", False, None, None),
+    ("a<r>STOP</r>STOP", False, "a<r>STOP</r>", "STOP"),
+    ("ST<r>OP</r>OP", False, None, None),
+    ("STOP<r>", False, "", "STOP"),
+    ("no end STOP", True, None, None),
+    ("a</r>\n\nb\n\nc", True, "a</r>\n\nb", "\n\n"),
+    ("a\n\nb", False, "a", "\n\n"),
+    ("<r>a\n\n</r>\n\n<r>\n\nb</r>\n\n", False, None, None),
+])  # fmt: skip
 def test_stop_strings_have_no_effect_within_reasoning(
     text: str, begins_inside: bool, shown: str | None, found: str | None, step: int
 ) -> None:
@@ -395,35 +335,32 @@ def test_stop_strings_have_no_effect_within_reasoning(
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 100])
-@pytest.mark.parametrize(
-    ("text", "more", "shown"),
-    [
-        ("so <call>a<r>b</call> STOP", {}, "so <call>a<r>b</call> "),
-        ("<call>a<r>bSTOP", {}, "<call>a<r>b"),
-        ("<call></call><r>STOP</r>STOP", {}, "<call></call><r>STOP</r>"),
-        ("<call>a<r>STOP", {"calls": CallText(("<call>",))}, "<call>a<r>"),
-        ('<call>{"a": "</call><r>"}STOP', {}, '<call>{"a": "</call><r>"}'),
-        ('<call>["</call><r>", 1]</call>STOP', {}, '<call>["</call><r>", 1]</call>'),
-        ('<call>["</call><r>"]</call><r>STOP</r>STOP', {}, '<call>["</call><r>"]</call><r>STOP</r>'),
-        ('<call>["a</call>\n<r>STOP</r>STOP', {}, '<call>["a</call>\n<r>STOP</r>'),  # the quote has no end
-        ("<bare>a<r>STOP", {}, "<bare>a<r>"),
-        ("a<r>STOP</call>", {}, None),
-        # A call that may begin only as the first text of the content
-        (" {f <r>STOP", {}, " {f <r>"),
-        ("<r>STOP</r>\n{f <r>STOP", {}, "<r>STOP</r>\n{f <r>"),
-        ("{f <r></call><r>STOP</r>STOP", {}, "{f <r></call><r>STOP</r>"),
-        ("{f <r>STOP", {"calls": CallText(("<call>",), first_starts=("{f ",))}, "{f <r>"),
-        ("a{f <r>STOP", {}, None),
-        ("{g {f <r>STOP", {}, None),
-        ("<call></call>{f <r>STOP</r>STOP", {}, "<call></call>{f <r>STOP</r>"),
-        # Within a structured output
-        ('{"a": "<r>"} STOP', {"is_structured": True}, '{"a": "<r>"} '),
-        (' \n<r>STOP</r> "<r>STOP', {"is_structured": True}, ' \n<r>STOP</r> "<r>'),
-        ("STOP<r>x</r>", {"is_structured": True, "begins_inside": True}, None),
-        ("<n>STOP<r>STOP</r>STOP<f>{<r>STOP", {"is_structured": True, "content_start": "<f>"},
-         "<n>STOP<r>STOP</r>STOP<f>{<r>"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "more", "shown"), [
+    ("so <call>a<r>b</call> STOP", {}, "so <call>a<r>b</call> "),
+    ("<call>a<r>bSTOP", {}, "<call>a<r>b"),
+    ("<call></call><r>STOP</r>STOP", {}, "<call></call><r>STOP</r>"),
+    ("<call>a<r>STOP", {"calls": CallText(("<call>",))}, "<call>a<r>"),
+    ('<call>{"a": "</call><r>"}STOP', {}, '<call>{"a": "</call><r>"}'),
+    ('<call>["</call><r>", 1]</call>STOP', {}, '<call>["</call><r>", 1]</call>'),
+    ('<call>["</call><r>"]</call><r>STOP</r>STOP', {}, '<call>["</call><r>"]</call><r>STOP</r>'),
+    ('<call>["a</call>\n<r>STOP</r>STOP', {}, '<call>["a</call>\n<r>STOP</r>'),  # the quote has no end
+    ("<bare>a<r>STOP", {}, "<bare>a<r>"),
+    ("a<r>STOP</call>", {}, None),
+    # A call that may begin only as the first text of the content
+    (" {f <r>STOP", {}, " {f <r>"),
+    ("<r>STOP</r>\n{f <r>STOP", {}, "<r>STOP</r>\n{f <r>"),
+    ("{f <r></call><r>STOP</r>STOP", {}, "{f <r></call><r>STOP</r>"),
+    ("{f <r>STOP", {"calls": CallText(("<call>",), first_starts=("{f ",))}, "{f <r>"),
+    ("a{f <r>STOP", {}, None),
+    ("{g {f <r>STOP", {}, None),
+    ("<call></call>{f <r>STOP</r>STOP", {}, "<call></call>{f <r>STOP</r>"),
+    # Within a structured output
+    ('{"a": "<r>"} STOP', {"is_structured": True}, '{"a": "<r>"} '),
+    (' \n<r>STOP</r> "<r>STOP', {"is_structured": True}, ' \n<r>STOP</r> "<r>'),
+    ("STOP<r>x</r>", {"is_structured": True, "begins_inside": True}, None),
+    ("<n>STOP<r>STOP</r>STOP<f>{<r>STOP", {"is_structured": True, "content_start": "<f>"},
+     "<n>STOP<r>STOP</r>STOP<f>{<r>"),
+])  # fmt: skip
 def test_marks_of_reasoning_in_calls_and_structured_outputs_are_text(
     text: str, more: dict[str, Any], shown: str | None, step: int
 ) -> None:

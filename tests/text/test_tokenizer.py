@@ -1,4 +1,4 @@
-"""Limits of the tokenizer. Its token ids are tested with the loading of tokenizers."""
+"""Limits of the tokenizer, and long texts, which are encoded in pieces. Token ids are tested with loading."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from typing import Any
 
 import llguidance
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from metal_engine.text.long_text import TextTooLongError
+from metal_engine.cancellation import Cancelled, caller_disconnected
+from metal_engine.text import long_text
+from metal_engine.text.long_text import TextTooLongError, encode
 from metal_engine.text.tokenizer import Tokenizer
+from tests.support.tokenizers import KINDS
 from tools.fixtures.fake_engine import tiny_tokenizer
 
 
@@ -34,16 +39,13 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.Mon
         assert str(caught.value) == message.format(context_length)
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("messages", {"messages": [{"role": "user", "content": "x", "name": "TEXT"}]}),
-        ("messages", {"messages": [{"role": "user", "content": "x", "TEXT": 1}]}),
-        ("messages", {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": ["TEXT"]}]}]}),
-        ("tools", {"tools": [{"function": {"description": "TEXT"}}]}),
-        ("a", {"a": {"TEXT": 1}}),
-    ],
-)
+@pytest.mark.parametrize(("name", "given"), [
+    ("messages", {"messages": [{"role": "user", "content": "x", "name": "TEXT"}]}),
+    ("messages", {"messages": [{"role": "user", "content": "x", "TEXT": 1}]}),
+    ("messages", {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": ["TEXT"]}]}]}),
+    ("tools", {"tools": [{"function": {"description": "TEXT"}}]}),
+    ("a", {"a": {"TEXT": 1}}),
+])  # fmt: skip
 def test_texts_of_a_template_are_refused_where_a_prompt_would_be(name: str, given: dict[str, Any]) -> None:
     """Long texts are refused at any place in the arguments, before they are processed."""
     tokenizer = tiny_tokenizer()
@@ -117,3 +119,85 @@ def test_special_tokens_of_grammars() -> None:
     reference = llguidance.LLTokenizer(hf.backend_tokenizer.to_str(), n_vocab=len(hf))
     expected = {hf.convert_ids_to_tokens(i): i for i in range(256, len(hf)) if reference.is_special_token(i)}
     assert Tokenizer(hf).special_token_texts == expected
+
+
+WORDS = [
+    "the", "quick ", "  ", "\n\n", "def f(x):\n    return x", "\u6f22\u5b57\u304b\u306a", "\U0001f600", "123456789",
+    "<|im_start|>user\n", "<|im_end|>", "\t\t", "don't", "CamelCase", "\u00e9\u00e9", "\r\n", "a" * 50,
+    "...", "!!!!", "a?b=c&d=e",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).flatmap(
+    lambda words: st.lists(st.sampled_from([*words, " "]), min_size=200, max_size=250).map("".join)
+)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_text, "_AT_ONCE_ASCII", 600)
+    monkeypatch.setattr(long_text, "_AT_ONCE", 600)
+    monkeypatch.setattr(long_text, "_PLACES_LOOKED_AT", 300)
+    monkeypatch.setattr(long_text, "MAX_WITHOUT_CUT", 100)
+
+
+class Counting:
+    """Tokenizer that records the lengths of the texts that it encodes."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.lengths: list[int] = []
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.lengths += map(len, texts)
+        return self._backend.encode_batch_fast(texts, **options)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_pieces_make_the_whole(demo_tokenizer: Tokenizer) -> None:
+    backend = demo_tokenizer.hf_tokenizer.backend_tokenizer
+
+    @given(TEXTS)
+    @settings(max_examples=20)
+    def check(text: str) -> None:
+        whole = backend.encode(text, add_special_tokens=True).ids
+        assert encode(backend, text, add_special_tokens=True, max_tokens=None) == whole
+
+    check()
+    counting = Counting(backend)
+    encode(counting, "some words " * 1_000, add_special_tokens=False, max_tokens=None)
+    assert max(counting.lengths) <= 600 and len(counting.lengths) > 20
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tokenizer(kind: str) -> None:
+    backend = KINDS[kind]()
+
+    @given(TEXTS)
+    @settings(max_examples=10)
+    def check(text: str) -> None:
+        assert encode(backend, text, add_special_tokens=True, max_tokens=None) == backend.encode(text).ids
+
+    check()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_text_that_is_too_long_is_not_encoded_to_its_end(demo_tokenizer: Tokenizer) -> None:
+    counting = Counting(demo_tokenizer.hf_tokenizer.backend_tokenizer)
+    with pytest.raises(TextTooLongError):
+        encode(counting, "some words " * 100_000, add_special_tokens=False, max_tokens=500)
+    assert sum(counting.lengths) < 20_000
+    with pytest.raises(TextTooLongError):  # the text has no place to cut
+        encode(counting, "a" * 61_000, add_special_tokens=False, max_tokens=None)
+    assert max(counting.lengths) <= 600
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_nobody_waits_for_it_any_more(demo_tokenizer: Tokenizer) -> None:
+    left = threading.Event()
+    left.set()
+    token = caller_disconnected.set(left)
+    try:
+        with pytest.raises(Cancelled):
+            demo_tokenizer.encode("some words " * 1_000)
+    finally:
+        caller_disconnected.reset(token)

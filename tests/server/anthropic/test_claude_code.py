@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.calling import answering
+from tests.support.calling import RECORD, answering
 from tests.support.serving import MODEL, Served, serve
-from tests.support.tool_formats import RECORDED, TOOLS
+from tests.support.tool_formats import TOOLS
 from tests.text.test_message_rules import SYSTEM_FIRST
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, tiny_tokenizer
 
@@ -42,7 +42,7 @@ TITLE_SCHEMA = {"type": "object", "properties": {"title": {"type": "string"}}, "
 @pytest.fixture(scope="module", params=[TOOL_TEMPLATE, SYSTEM_FIRST], ids=["takes them", "refuses them"])
 def calling(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Yield a server whose template accepts system messages anywhere, then one that accepts them only at the start."""
-    with answering(RECORDED[0].text, template=request.param, config=CONFIG) as served:
+    with answering(RECORD.text, template=request.param, config=CONFIG) as served:
         yield served
 
 
@@ -72,11 +72,9 @@ def test_the_text_of_a_system_message_is_in_its_place() -> None:
         ]
         assert usage["input_tokens"] == len(tokenizer.apply_chat_template(messages))
         given = {name: body[name] for name in ("model", "messages", "system", "thinking", "output_config")}
-        counted = served.post("/v1/messages/count_tokens", given).json()
-        assert counted["input_tokens"] == usage["input_tokens"]
+        assert served.post("/v1/messages/count_tokens", given).json()["input_tokens"] == usage["input_tokens"]
         first = {**body, "messages": [{"role": "system", "content": "x"}]}
         assert "messages[0].role" in served.post("/v1/messages", first).json()["error"]["message"]
-        served.wait_until_idle()
 
 
 def test_an_answer_by_a_schema(served: Served) -> None:
@@ -103,7 +101,6 @@ def test_templates_that_know_efforts_are_told(effort: str | None, told: str) -> 
         body = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
         usage = served.post("/v1/messages", {**body, "output_config": {"effort": effort}}).json()["usage"]
         assert usage["input_tokens"] == len(tokenizer.encode(f"{told}:hi"))
-        served.wait_until_idle()
 
 
 TOO_LONG = "prompt is too long: {} tokens > 8191 maximum"

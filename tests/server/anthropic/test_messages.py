@@ -1,8 +1,10 @@
-"""Anthropic's /v1/messages, driven by the official client."""
+"""Anthropic's /v1/messages, driven by the official client, and its number of tokens."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -13,8 +15,11 @@ from metal_engine.server.anthropic import protocol
 from metal_engine.server.errors import APIError
 from metal_engine.settings.server_args import ServerArgs
 from tests.support.calling import CLAUDE_TOOLS, RECORD, USER, answering
+from tests.support.chat_templates import QWEN
 from tests.support.serving import DEADLINE, MODEL, Served, serve
-from tools.fixtures.fake_engine import generated, script
+from tests.support.splitting import answer_format
+from tests.support.sweeps import sweep
+from tools.fixtures.fake_engine import CHAT_TEMPLATE, TOOL_TEMPLATE, fake_config, generated, script, tiny_tokenizer
 
 
 def client(served: Served, key: str = "none") -> anthropic.Anthropic:
@@ -32,8 +37,7 @@ def test_message(served: Served) -> None:
     assert block.type == "text" and block.text == expected_text(served, chat, 20)
     assert (message.role, message.stop_reason, message.model) == ("assistant", "max_tokens", MODEL)
     usage = message.usage
-    cached = usage.cache_read_input_tokens or 0
-    assert usage.input_tokens + cached == len(served.tokenizer.apply_chat_template(chat))
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == len(served.tokenizer.apply_chat_template(chat))
     assert usage.output_tokens == 20
 
 
@@ -84,37 +88,30 @@ def test_stop_sequences() -> None:
             assert message.stop_sequence == (stop[0] if reason == "stop_sequence" else None)
         params = served.runner.seen_params[-1]
         assert (params.temperature, params.top_k, params.top_p) == (0.5, 3, 0.9)
-        served.wait_until_idle()
 
 
 OK: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": USER}
-BAD: list[tuple[dict[str, Any], str]] = [
+
+
+BAD_FIELDS: dict[str, list[Any]] = {
+    "messages": [[], [{"role": "system", "content": "x"}], [{"role": "user", "content": [{}]}],
+        [{"role": "user", "content": [{"type": "text", "text": 5}]}]],
+    "max_tokens": [0], "system": [[{"type": "image"}]], "tools": [[{"type": "bash_20250124", "name": "bash"}]],
+    "tool_choice": [{"type": "tool"}], "stop_sequences": [[""]], "temperature": [-1], "container": ["container_1"],
+    "mcp_servers": [[{"type": "url", "url": "https://example.org", "name": "a"}]], "thread": [{"type": "create"}],
+    "compaction": [{"type": "summarize"}], "logprobs": [True], "allowed_token_ids": [[5, 2**63]],
+    "output_format": [{"type": "text"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "named"), [
     ({}, "model"),
     ({"model": MODEL, "messages": USER}, "max_tokens"),
-    ({**OK, "max_tokens": 0}, "max_tokens"),
-    ({**OK, "messages": []}, "messages"),
-    ({**OK, "messages": [{"role": "system", "content": "x"}]}, "messages"),
-    ({**OK, "messages": [{"role": "user", "content": [{}]}]}, "messages"),
     ({**OK, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
-    ({**OK, "messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages"),
-    ({**OK, "system": [{"type": "image"}]}, "system"),
-    ({**OK, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
-    ({**OK, "tool_choice": {"type": "tool"}}, "tool_choice"),
-    ({**OK, "stop_sequences": [""]}, "stop_sequences"),
-    ({**OK, "temperature": -1}, "temperature"),
     ({**OK, "n": 3}, "n must be 1"),
     ({**OK, "n": 3, "stream": True}, "n must be 1"),
-    ({**OK, "container": "container_1"}, "container"),
-    ({**OK, "mcp_servers": [{"type": "url", "url": "https://example.org", "name": "a"}]}, "mcp_servers"),
-    ({**OK, "compaction": {"type": "summarize"}}, "compaction"),
-    ({**OK, "thread": {"type": "create"}}, "thread"),
-    ({**OK, "logprobs": True}, "logprobs"),
-    ({**OK, "allowed_token_ids": [5, 2**63]}, "allowed_token_ids"),
-    ({**OK, "output_format": {"type": "text"}}, "output_format"),
-]
-
-
-@pytest.mark.parametrize(("body", "named"), BAD)
+    *(({**OK, field: value}, field) for field, values in BAD_FIELDS.items() for value in values),
+])  # fmt: skip
 def test_bad_requests(served: Served, body: dict[str, Any], named: str) -> None:
     response = served.post("/v1/messages", body)
     assert response.status_code == 400
@@ -137,7 +134,6 @@ def test_errors_are_anthropics(served: Served) -> None:
             client(guarded, "sesame").messages.stream(model=MODEL, max_tokens=400, messages=USER) as stream,
         ):
             list(stream)
-        guarded.wait_until_idle()
 
 
 def test_odd_outputs() -> None:
@@ -175,3 +171,107 @@ def test_a_turn_keeps_all_of_its_reasoning() -> None:
     body = protocol.CountTokensBody.model_validate({"model": MODEL, "messages": messages})
     turn = protocol.to_chat(body).messages[-1]
     assert (turn.reasoning, turn.content) == ("First.\n\nThen.", "So.")
+
+
+CONFIG = fake_config(max_model_len=8192, num_blocks=2048, max_num_batched_tokens=2048)
+# Shared, because making a client takes longer than most requests.
+HTTP = httpx.Client(timeout=DEADLINE)
+# A template that begins reasoning in the prompt, and one that shows an effort.
+THINKING = CHAT_TEMPLATE + (
+    "{% if add_generation_prompt %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+    "{% endif %}"
+)
+EFFORT = "{% if reasoning_effort %}Effort: {{ reasoning_effort }}\n{% endif %}" + TOOL_TEMPLATE
+TEMPLATES = {"plain": CHAT_TEMPLATE, "tools": TOOL_TEMPLATE, "qwen": QWEN, "thinking": THINKING, "effort": EFFORT}
+
+CALL = {"type": "tool_use", "id": "t0", "name": CLAUDE_TOOLS[0]["name"], "input": {"city": "Paris"}}
+CONVERSATIONS: list[list[Any]] = [
+    [{"role": "user", "content": "hi"}],
+    [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, CALL]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t0", "content": "sunny"}]},
+    ],
+    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well,"}],
+]
+SYSTEMS = [None, "Be brief.", [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]]
+THINKINGS = [None, {"type": "enabled", "budget_tokens": 1}, {"type": "disabled"}, {"type": "adaptive"}]
+NAME = CLAUDE_TOOLS[1]["name"]
+CHOICES: list[Any] = [
+    *(None, {"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": True}, {"type": "any"}),
+    *({"type": "tool", "name": NAME}, {"type": "none"}),
+]
+
+
+@pytest.fixture(scope="module", params=sweep(TEMPLATES, lambda name: name in ("tools", "thinking")))
+def templated(request: pytest.FixtureRequest) -> Iterator[Served]:
+    tokenizer = tiny_tokenizer(TEMPLATES[request.param])
+    with serve(config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
+        yield served
+
+
+def post(served: Served, path: str, body: Any) -> httpx.Response:
+    return HTTP.post(served.url + path, json=body)
+
+
+def check(served: Served, **fields: Any) -> int:
+    """Check that both endpoints count the same tokens, and return their number."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    counted = post(served, "/v1/messages/count_tokens", {"model": MODEL, **given})
+    assert counted.status_code == 200, counted.text
+    answered = post(served, "/v1/messages", {"model": MODEL, "max_tokens": 2, **given})
+    assert answered.status_code == 200, answered.text
+    usage = answered.json()["usage"]
+    assert counted.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    return counted.json()["input_tokens"]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_conversations(templated: Served, messages: list[Any]) -> None:
+    settings = itertools.product((None, CLAUDE_TOOLS), THINKINGS)
+    for system, (tools, thinking) in zip(itertools.cycle(SYSTEMS), settings, strict=False):
+        check(templated, messages=messages, system=system, thinking=thinking, tools=tools)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_tool_choices(templated: Served, choice: dict[str, Any] | None) -> None:
+    for thinking in THINKINGS[1:3]:
+        more = {"messages": CONVERSATIONS[0], "system": "Be brief.", "thinking": thinking}
+        with_tools = check(templated, tools=CLAUDE_TOOLS, tool_choice=choice, **more)
+        assert (with_tools == check(templated, **more)) == (choice == {"type": "none"})
+
+
+def test_efforts_and_formats(templated: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    for effort, thinking in (("low", None), ("max", THINKINGS[1])):
+        config = {"effort": effort, "format": {"type": "json_schema", "schema": schema}}
+        check(templated, messages=CONVERSATIONS[0], output_config=config, thinking=thinking)
+
+
+def test_the_settings_matter() -> None:
+    """Otherwise, equal numbers would say little."""
+    with serve(config=CONFIG, tokenizer=tiny_tokenizer(THINKING)) as served:
+        on, off = (check(served, messages=CONVERSATIONS[0], thinking=thinking) for thinking in THINKINGS[1:3])
+        assert off > on
+    with serve(config=CONFIG, tokenizer=tiny_tokenizer(EFFORT)) as served:
+        low, high = (
+            check(served, messages=CONVERSATIONS[0], output_config={"effort": effort}) for effort in ("low", "high")
+        )
+        assert high == low + 1
+
+
+@pytest.mark.parametrize(("fields", "name"), [
+    ({"tools": CLAUDE_TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),
+    ({"tools": CLAUDE_TOOLS, "tool_choice": {"type": "tool", "name": "nothing"}}, "tool_choice"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+    ({"thinking": {"type": "sometimes"}}, "thinking"),
+    ({"system": [{"type": "image"}]}, "system"),
+])  # fmt: skip
+def test_the_same_errors(templated: Served, fields: dict[str, Any], name: str) -> None:
+    body = {"model": MODEL, "messages": CONVERSATIONS[0], **fields}
+    counted = post(templated, "/v1/messages/count_tokens", body)
+    answered = post(templated, "/v1/messages", {**body, "max_tokens": 2})
+    assert counted.status_code == answered.status_code == 400
+    assert counted.json() == answered.json() and name in counted.json()["error"]["message"]

@@ -103,7 +103,6 @@ def test_those_that_make_room_are_told() -> None:
             # A connection without a byte would be closed without an answer.
             wait_until(partial(have_arrived, min(number + 1, 2)), "the requests to arrive")
         stack.close()
-        few.wait_until_idle()
 
 
 def test_busy_connections_keep_their_place() -> None:
@@ -216,14 +215,12 @@ def test_drips_do_not_keep_a_connection(hurried: Served, name: str) -> None:
             except ConnectionError:
                 break
     assert [answer.status for answer in answers(received)] == wanted
-    hurried.wait_until_idle()
 
 
 def test_a_body_that_pauses_is_a_408(hurried: Served) -> None:
     with crowd(hurried.url, 1, post(length=b"1000")) as (one,):
         (answer,) = answers(rest(one))
     assert answer.status == 408 and "(setting timeout-read)" in answer.json()["error"]["message"]
-    hurried.wait_until_idle()
 
 
 def test_a_slow_body_that_goes_on_is_served(hurried: Served) -> None:
@@ -254,7 +251,6 @@ def test_an_answer_that_is_not_read(hurried: Served) -> None:
         client.sendall(post(body=body))
         wait_until(lambda: hurried.engine.num_open_requests > 0, "the request to run")
         wait_until(lambda: len(hurried.server.connections) == 0, "the connection to be closed")
-    hurried.wait_until_idle()
 
 
 # --- descriptors ---

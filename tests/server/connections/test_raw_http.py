@@ -76,7 +76,6 @@ async def send_all(port: int, shapes: list[Shape], piece: int | None = None) -> 
 
 def test_every_shape(hurried: Served) -> None:
     assert asyncio.run(send_all(hurried.server.port, SHAPES)) == []
-    hurried.wait_until_idle()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,6 @@ def test_in_pieces(hurried: Served, piece: int) -> None:
     """The parser's state and the server's counters do not depend on where the bytes are cut."""
     short = [shape for shape in SHAPES if shape.at_any_pace and len(shape.data) <= 60 * piece]
     assert asyncio.run(send_all(hurried.server.port, short, piece)) == []
-    hurried.wait_until_idle()
 
 
 @pytest.mark.full
@@ -105,8 +103,7 @@ def test_a_body_is_kept_whatever_its_client_would_rather_speak(hurried: Served) 
 
     async def texts() -> list[str]:
         sent = (exchange(hurried.server.port, data, piece) for data in requests for piece in (None, 11))
-        received = await asyncio.gather(*sent)
-        return [answers(one)[0].json()["choices"][0]["text"] for one in received]
+        return [answers(one)[0].json()["choices"][0]["text"] for one in await asyncio.gather(*sent)]
 
     first, *others = asyncio.run(texts())
     assert first and set(others) == {first}
@@ -117,8 +114,7 @@ def test_errors_have_the_shape_of_their_api(hurried: Served) -> None:
 
     async def check(path: bytes, keys: set[str], kind: type) -> None:
         requests = [(post(start).replace(b"/v1/completions", path), status) for start, status in starts]
-        long_target = get(path + b"?" + b"a" * 70_000)
-        for data, status in [*requests, (long_target, 431), (get(path)[:-2], 408)]:
+        for data, status in [*requests, (get(path + b"?" + b"a" * 70_000), 431), (get(path)[:-2], 408)]:
             (answer,) = answers(await exchange(hurried.server.port, data))
             assert answer.status == status and answer.json().keys() == keys
             assert isinstance(answer.json()["error"], kind)
@@ -142,10 +138,8 @@ def lasting() -> Iterator[Served]:
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
 def test_a_client_that_pipelines_and_disconnects_leaves_nothing_running(lasting: Served, stream: bytes) -> None:
-    body = b'{"prompt": "a", "max_tokens": 90000, "stream": ' + stream + b"}"
-    with crowd(lasting.url, 1, post(body=body) + get()):
+    with crowd(lasting.url, 1, post(body=b'{"prompt": "a", "max_tokens": 90000, "stream": ' + stream + b"}") + get()):
         wait_until(lambda: lasting.engine.stats.num_running == 1, "the first request to run")
-    lasting.wait_until_idle()
 
 
 BODIES = {

@@ -117,7 +117,6 @@ def test_log_probabilities_of_one_answer_are_bounded(tiny: Served, monkeypatch: 
     monkeypatch.setattr(preparation, "MAX_LOGPROB_ENTRIES", 5)
     refused = answer(tiny, "prompt")
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
-    tiny.wait_until_idle()
 
 
 def test_slices_make_one_whole(monkeypatch: pytest.MonkeyPatch, tiny: Served) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 
+import httpx
 import pytest
 
 from metal_engine.request import RequestOutput
@@ -42,8 +43,7 @@ class Client:
     def __init__(self, served: Served, i: int, num_tokens: int) -> None:
         host, port = served.url.removeprefix("http://").split(":")
         self._address = host, int(port)
-        body = {"prompt": byte_ids(prompt_of(i)), "max_tokens": num_tokens, "stream": True}
-        content = json.dumps(body).encode()
+        content = json.dumps({"prompt": byte_ids(prompt_of(i)), "max_tokens": num_tokens, "stream": True}).encode()
         self._request = (
             b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
             + f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode()
@@ -73,12 +73,10 @@ def test_many_streams(num_streams: int, num_running: int) -> None:
     # All running requests could reach their token limit with these blocks, although none does.
     sizes = {"num_blocks": 16_384, "block_size": 64, "max_num_batched_tokens": 1024, "max_model_len": ENDLESS + 100}
     config = fake_config(max_num_seqs=num_running, **sizes)
-    args = ServerArgs(max_num_queued_reqs=num_streams)
-    with serve(next_letter, config=config, args=args) as served:
+    with serve(next_letter, config=config, args=ServerArgs(max_num_queued_reqs=num_streams)) as served:
         asyncio.run(_all_finish(served, num_streams))
         served.wait_until_idle()
         asyncio.run(_all_leave(served, num_streams, num_running))
-        served.wait_until_idle()
 
 
 async def _all_finish(served: Served, num_streams: int) -> None:
@@ -174,3 +172,33 @@ def test_streams_of_one_request_do_not_all_begin_or_end_in_one_turn_of_the_loop(
     assert len(begun) == len(ended) == 1_000
     assert max(Counter(begun).values()) <= 256
     assert not stop_early or max(Counter(ended).values()) <= 256
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["alone", ["one", "two", "three"]])
+def test_disconnect_aborts_at_once(prompt: str | list[str], stream: bool) -> None:
+    """The abort works even before the first token: the engine is stopped in its first step."""
+    with serve() as served:
+        served.runner.running.clear()
+        num_prompts = len(prompt) if isinstance(prompt, list) else 1
+        body = {"prompt": prompt, "stream": stream, "max_tokens": 400}
+
+        async def ask_and_leave() -> None:
+            async with httpx.AsyncClient(base_url=served.url) as client:
+                task = asyncio.create_task(client.post("/v1/completions", json=body))
+                await asyncio.to_thread(
+                    wait_until,
+                    lambda: served.engine.num_open_requests == num_prompts and served.runner.has_arrived,
+                    "the request",
+                )
+                # Otherwise the abort could find the request in the inbox, and no step would run.
+                await asyncio.to_thread(wait_until, lambda: served.engine.stats.num_running >= 1, "the request to run")
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+        asyncio.run(ask_and_leave())
+        wait_until(lambda: served.engine.num_open_requests == 0, "the abort")
+        assert served.runner.num_steps == 0
+        served.runner.running.set()
+        served.wait_until_idle()
+        assert served.runner.num_steps == 1

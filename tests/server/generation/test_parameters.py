@@ -1,17 +1,19 @@
-"""Every parameter over HTTP, sent by the official client to a tiny model with real logits."""
+"""Every parameter over HTTP, sent by the official client to a tiny model with real logits, and options of requests."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from metal_engine.request import RequestOptions
 from tests.support.serving import MODEL, Served, serve
 from tests.support.tiny_engine import log_softmax, reference_logits, tiny_reference
-from tools.fixtures.fake_engine import EOS, byte_ids, echo, tiny_tokenizer
+from tools.fixtures.fake_engine import EOS, byte_ids, echo, fake_config, tiny_tokenizer
 
 PROMPT = "the thing in the string"
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -49,8 +51,7 @@ def test_n(tiny: Served, stream: bool) -> None:
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (num_prompt, 60)
     assert len(set(texts)) == 6
     for i in range(6):
-        alone = complete(tiny, prompts[i // 3], **{**params, "n": 1, "seed": 11 + i % 3})
-        assert texts[i] == alone.choices[0].text
+        assert texts[i] == complete(tiny, prompts[i // 3], **{**params, "n": 1, "seed": 11 + i % 3}).choices[0].text
 
 
 def check_values(served: Served, prompt: list[int], output: list[int], values: list[float]) -> np.ndarray:
@@ -77,8 +78,7 @@ def test_logprobs_of_completions(tiny: Served, stream: bool, echo: bool) -> None
     params: dict[str, Any] = {"logprobs": 3, "echo": echo, "max_tokens": 20}
     params["allowed_token_ids"] = list(range(32, 127))
     text, tokens, values, tops, offsets = "", [], [], [], []
-    answers = complete(tiny, stream=True, **params) if stream else [complete(tiny, **params)]
-    for answer in answers:
+    for answer in complete(tiny, stream=True, **params) if stream else [complete(tiny, **params)]:
         (choice,) = answer.choices
         text += choice.text
         if choice.logprobs is not None:
@@ -102,8 +102,7 @@ def test_logprobs_of_completions(tiny: Served, stream: bool, echo: bool) -> None
 
 
 def test_echo(tiny: Served) -> None:
-    plain = text_of(tiny)
-    assert text_of(tiny, echo=True) == PROMPT + plain
+    assert text_of(tiny, echo=True) == PROMPT + text_of(tiny)
     assert text_of(tiny, prompt=byte_ids(PROMPT), echo=True).startswith(PROMPT)
     only = complete(tiny, echo=True, max_tokens=0, logprobs=1)
     assert only.choices[0].text == PROMPT
@@ -126,8 +125,7 @@ def test_logprobs_of_chats(tiny: Served, stream: bool) -> None:
     prompt = tiny.tokenizer.apply_chat_template(USER)
     data = [bytes(entry.bytes or ()) for entry in content]
     by_bytes = {tiny.tokenizer.token_bytes(i): i for i in range(EOS + 1)}
-    ids = [by_bytes[each] for each in data]
-    rows = check_values(tiny, prompt, ids, [entry.logprob for entry in content])
+    rows = check_values(tiny, prompt, [by_bytes[each] for each in data], [entry.logprob for entry in content])
     assert len(content) == 20
     for entry, row in zip(content, rows, strict=True):
         assert [top.logprob for top in entry.top_logprobs] == pytest.approx(np.sort(row)[::-1][:2].tolist(), abs=1e-4)
@@ -144,8 +142,7 @@ def test_prompt_logprobs(tiny: Served) -> None:
         assert entry[str(token)]["logprob"] == pytest.approx(row[token], abs=1e-4)
         best = min(entry.values(), key=lambda each: each["rank"])
         assert best["rank"] == 1 and best["logprob"] == pytest.approx(row.max(), abs=1e-4)
-    body = {"messages": USER, "max_tokens": 2, "prompt_logprobs": 0}
-    answer = tiny.post("/v1/chat/completions", body).json()
+    answer = tiny.post("/v1/chat/completions", {"messages": USER, "max_tokens": 2, "prompt_logprobs": 0}).json()
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     refused = tiny.post("/v1/completions", {"prompt": "a", "prompt_logprobs": 1, "stream": True})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
@@ -158,8 +155,7 @@ A = {"97": 100}
 
 def test_logit_bias_and_allowed_tokens(tiny: Served) -> None:
     assert text_of(tiny, logit_bias=A) == "a" * 10
-    text = text_of(tiny, allowed_token_ids=byte_ids("xyz"))
-    assert re.fullmatch("[xyz]{10}", text)
+    assert re.fullmatch("[xyz]{10}", text_of(tiny, allowed_token_ids=byte_ids("xyz")))
 
 
 def test_penalties(tiny: Served) -> None:
@@ -192,8 +188,7 @@ def test_min_tokens_and_stops(tiny: Served) -> None:
 def test_truncated_prompt(tiny: Served) -> None:
     answer = complete(tiny, prompt=byte_ids("0123456789"), truncate_prompt_tokens=4, echo=True)
     assert answer.choices[0].text.startswith("6789") and answer.usage.prompt_tokens == 4
-    long = complete(tiny, prompt=byte_ids("x" * 1000), truncate_prompt_tokens=-1)
-    assert long.usage.total_tokens == 512
+    assert complete(tiny, prompt=byte_ids("x" * 1000), truncate_prompt_tokens=-1).usage.total_tokens == 512
 
 
 def test_priority_and_salt(tiny: Served) -> None:
@@ -217,8 +212,7 @@ def test_structured_outputs(tiny: Served) -> None:
         assert re.fullmatch(r"\(*x\)*", text_of(tiny, structured_outputs={"grammar": grammar}, **params))
         schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
                   "additionalProperties": False}  # fmt: skip
-        value = json.loads(text_of(tiny, structured_outputs={"json": schema}, **params))
-        assert value in ({"a": True}, {"a": False})
+        assert json.loads(text_of(tiny, structured_outputs={"json": schema}, **params)) in ({"a": True}, {"a": False})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -274,3 +268,91 @@ def test_an_effort_that_the_template_has_no_setting_for_is_ignored_and_noted(cap
         assert served.post("/v1/responses", body).status_code == 200
     notes = [message for message in caplog.messages if "reasoning_effort" in message]
     assert notes == ["ignoring reasoning_effort: the model's chat template has no such setting"]
+
+
+RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05}
+# 40 tokens, one per byte, because no merge applies. Blocks of the fake engine hold 8 tokens.
+DIGITS = "0123456789" * 4
+
+
+PROMPTS = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]}}
+
+
+def cached_tokens(served: Served, **body: object) -> int:
+    completion = served.client().completions.create(model=MODEL, prompt=DIGITS, max_tokens=3, extra_body=body)
+    assert completion.usage is not None and completion.usage.prompt_tokens == 40
+    return completion.usage.prompt_tokens_details.cached_tokens  # type: ignore[union-attr]
+
+
+def test_usage_says_what_was_cached() -> None:
+    with serve() as served:
+        assert cached_tokens(served) == 0
+        assert cached_tokens(served) == 32, "all full blocks but the last: one token is always computed"
+        stream = served.client().completions.create(
+            model=MODEL, prompt=DIGITS, max_tokens=3, stream=True, stream_options={"include_usage": True}
+        )
+        usage = [chunk.usage for chunk in stream if chunk.usage is not None][-1]
+        assert usage.prompt_tokens_details.cached_tokens == 32  # type: ignore[union-attr]
+
+    with serve() as served:
+        messages: list[dict[str, str]] = [{"role": "user", "content": DIGITS}]
+        cached = []
+        for _ in range(3):
+            answer = served.client().chat.completions.create(model=MODEL, messages=messages, max_tokens=20)  # type: ignore[arg-type]
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr]
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
+            messages.append({"role": "user", "content": "and?"})
+        assert cached[0] == 0 and 40 < cached[1] < cached[2]
+
+
+def test_options_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(config=fake_config(scheduling_policy="priority")) as served:
+        scheduler = served.core.scheduler
+        seen: list[tuple[RequestOptions, str]] = []
+        add = scheduler.add_request
+        monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append((r.options, r.cache_salt))))
+        kv = [{"kv_transfer_params": {f"do_remote_{what}": True}} for what in ("prefill", "decode")]
+        for given in ({"priority": -7, "cache_salt": "s"}, *kv):
+            served.client().completions.create(model=MODEL, prompt="a", extra_body=given)
+        options = (
+            RequestOptions(priority=-7),
+            RequestOptions(do_remote_prefill=True),
+            RequestOptions(do_remote_decode=True),
+        )
+        assert [one for one, _ in seen] == list(options) and seen[0][1] == "s"
+        for field in ("priority", "cache_salt"):
+            response = served.post("/v1/completions", {"prompt": "a", field: [1]})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(("role", "asked", "told"), [
+    ("kv_producer", None, True),
+    ("kv_producer", {"do_remote_decode": True}, True),
+    ("kv_both", {"do_remote_decode": True}, True),
+    ("kv_both", None, False),
+    ("kv_consumer", {"do_remote_decode": True}, False),
+    (None, {"do_remote_decode": True}, False),
+])  # fmt: skip
+def test_who_computes_kv_for_others_says_so(role: str | None, asked: dict[str, bool] | None, told: bool) -> None:
+    with serve(config=replace(fake_config(), kv_role=role)) as served:
+        options = {} if asked is None else {"kv_transfer_params": asked}
+        for path, prompt in PROMPTS.items():
+            answer = served.post(path, {**prompt, **options, "max_tokens": 1}).json()
+            assert answer["choices"]
+            wanted = {"kv_transfer_params": {"do_remote_prefill": True}} if told else {}
+            assert {key: answer[key] for key in answer if key == "kv_transfer_params"} == wanted
+
+
+def test_silence_means_what_the_checkpoint_recommends() -> None:
+    """Without a recommendation, the defaults are OpenAI's."""
+    config = fake_config()
+    told = replace(config, model=replace(config.model, default_sampling=RECOMMENDED))
+    openais = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    for asked_of, expected in ((config, openais), (told, RECOMMENDED)):
+        with serve(config=asked_of) as served:
+            for path, prompt in PROMPTS.items():
+                # Neutral values count as explicit.
+                for given in ({}, {"temperature": 1.0, "top_k": 0}):
+                    assert served.post(path, {"max_tokens": 2, **prompt, **given}).status_code == 200
+                    seen = served.runner.seen_params[-1]
+                    assert {name: getattr(seen, name) for name in expected} == expected | given

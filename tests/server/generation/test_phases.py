@@ -10,14 +10,12 @@ import pytest
 from jsonschema import Draft202012Validator
 from tokenizers import AddedToken
 
-from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.text.tokenizer import Tokenizer
 from tests.server.openai.test_forced_calls import TOOLS, check_calls, tool
 from tests.support.serving import Served, serve
 from tests.support.splitting import answer_format
 from tests.support.tiny_engine import tiny_engine
-from tools.fixtures.fake_engine import CHAT_TEMPLATE, EOS, TOOL_TEMPLATE, tiny_tokenizer
+from tools.fixtures.fake_engine import CHAT_TEMPLATE, EOS, TOOL_TEMPLATE, in_thread, tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -46,12 +44,9 @@ def tokenizer(template: str) -> Tokenizer:
 def serving(template: str) -> Iterator[Served]:
     own = tokenizer(template)
     sizes = {"max_model_len": 2048, "num_blocks": 4096, "max_num_batched_tokens": 1024}
-    core = tiny_engine(tokenizer=own, vocab_size=len(own.hf_tokenizer), ahead=True, **sizes)
-    engine = AsyncEngine(EngineThread(lambda: core))
-    engine.start()
+    engine = in_thread(lambda: tiny_engine(tokenizer=own, vocab_size=len(own.hf_tokenizer), ahead=True, **sizes))
     with serve(engine=engine, answer_format=answer_format("json_tools")) as served:
         yield served
-        served.wait_until_idle()
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +64,7 @@ def calling() -> Iterator[Served]:
 def choices(served: Served, **body: Any) -> list[dict[str, Any]]:
     response = served.post(CHAT, {"messages": USER, **body})
     assert response.status_code == 200, response.text
-    found: list[dict[str, Any]] = response.json()["choices"]
-    return found
+    return response.json()["choices"]
 
 
 def test_json_after_the_reasoning(begun: Served) -> None:
@@ -86,8 +80,7 @@ def test_json_after_the_reasoning(begun: Served) -> None:
 
 @pytest.mark.parametrize("budget", [0, 1, 12])
 def test_the_budget_is_kept(begun: Served, budget: int) -> None:
-    body = {"messages": USER, "seed": 1, "max_tokens": 60, "thinking_token_budget": budget}
-    answer = begun.post(CHAT, body).json()
+    answer = begun.post(CHAT, {"messages": USER, "seed": 1, "max_tokens": 60, "thinking_token_budget": budget}).json()
     # The end mark is one token, which counts.
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= budget + 1
     (choice,) = answer["choices"]
@@ -125,9 +118,8 @@ def test_calls_that_the_model_begins(calling: Served, parallel: bool) -> None:
     for choice in choices(calling, **body):
         calls = [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"].get("tool_calls") or ()]
         check_calls(calls, TOOLS)
-        content = choice["message"]["content"] or ""
         # Only the token limit can leave a call in the text.
-        assert "<tool_call>" not in content or choice["finish_reason"] == "length"
+        assert "<tool_call>" not in (choice["message"]["content"] or "") or choice["finish_reason"] == "length"
         assert parallel or len(calls) <= 1
         num_calls += len(calls)
     assert num_calls >= 2

@@ -1,4 +1,4 @@
-"""Limits of the reasoning in each API: the sampling parameters, the variables of the chat template, and the errors."""
+"""Limits of the reasoning in each API: sampling parameters, template variables and errors. Reasoning that is hidden."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.output_phases import OutputPhases, ReasoningPhase
-from tests.server.test_errors import check_error
+from tests.server.test_errors import check_error, sse_events
+from tests.support.calling import USER, answering
 from tests.support.serving import MODEL, Served, serve
 from tests.support.splitting import THINK
 from tools.fixtures.fake_engine import echo, fake_config, script, tiny_tokenizer
 
 CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
-USER = [{"role": "user", "content": "hi"}]
 CONFIG = fake_config(max_model_len=512)
 KNOWN = AnswerFormat(reasoning=THINK)
 # The prompt ends within the reasoning, or after it if reasoning is off.
@@ -104,8 +104,7 @@ def test_budgets(always: Served, switched: Served, path: str, body: dict[str, An
 
 
 def test_template_variables() -> None:
-    template = "{{ enable_thinking }}|{{ reasoning_effort }}"
-    with serve(echo, config=CONFIG, tokenizer=tiny_tokenizer(template)) as served:
+    with serve(echo, config=CONFIG, tokenizer=tiny_tokenizer("{{ enable_thinking }}|{{ reasoning_effort }}")) as served:
         for body, shown in [
             ({"reasoning": {"effort": "high"}}, "|high"),
             ({"reasoning": {"effort": "none"}}, "False|none"),
@@ -120,8 +119,7 @@ def test_template_variables() -> None:
             ({"thinking_token_budget": 0}, "False|"),
             ({"thinking_token_budget": 0, "chat_template_kwargs": {"enable_thinking": True}}, "True|"),
         ]:
-            answer = served.post(CHAT, {"messages": USER, **body}).json()
-            assert answer["choices"][0]["message"]["content"] == shown
+            assert served.post(CHAT, {"messages": USER, **body}).json()["choices"][0]["message"]["content"] == shown
 
 
 def test_templates_with_another_switch() -> None:
@@ -139,42 +137,39 @@ def test_templates_with_another_switch() -> None:
             assert answer["choices"][0]["message"]["content"] == f"|{shown}"
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "where"),
-    [
-        (CHAT, {"thinking_token_budget": -1}, "thinking_token_budget"),
-        (CHAT, {"thinking_token_budget": 1.5}, "thinking_token_budget"),
-        (CHAT, {"thinking_token_budget": True}, "thinking_token_budget"),
-        (CHAT, {"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
-        (CHAT, {"reasoning": {"max_tokens": "7"}}, "reasoning.max_tokens"),
-        (CHAT, {"reasoning": {"max_tokens": 1}, "thinking_token_budget": 1}, "reasoning.max_tokens"),
-        (CHAT, {"thinking_budget": -1}, "thinking_budget"),
-        (CHAT, {"thinking_budget": 1, "thinking_token_budget": 1}, "thinking_budget and thinking_token_budget"),
-        (CHAT, {"thinking_budget": 1, "thinking": {"type": "enabled", "budget_tokens": 1}}, "thinking.budget_tokens"),
-        (CHAT, {"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
-        (CHAT, {"thinking": {"type": "on"}}, "thinking.type"),
-        (CHAT, {"thinking": True}, "thinking"),
-        (CHAT, {"enable_thinking": "no"}, "enable_thinking"),
-        (CHAT, {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning.effort"),
-        (CHAT, {"reasoning": {"exclude": True}, "include_reasoning": True}, "reasoning.exclude"),
-        (CHAT, {"include_reasoning": "no"}, "include_reasoning"),
-        (CHAT, {"reasoning": "high"}, "reasoning"),
-        (RESPONSES, {"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
-        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
-        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking.budget_tokens"),
-        (MESSAGES, {"thinking": {"type": "adaptive", "budget_tokens": 50}}, "thinking.budget_tokens"),
-        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1.5}}, "thinking.budget_tokens"),
-        (CHAT, {"reasoning_effort": "extreme"}, "reasoning_effort"),
-        (CHAT, {"reasoning_effort": ""}, "reasoning_effort"),
-        (CHAT, {"reasoning": {"effort": "High"}}, "reasoning.effort"),
-        (RESPONSES, {"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
-        (RESPONSES, {"reasoning": {"effort": 3}}, "reasoning.effort"),
-        (RESPONSES, {"reasoning": {"mode": "pro"}}, "reasoning.mode"),
-        (RESPONSES, {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning.effort"),
-        (MESSAGES, {"output_config": {"effort": "none"}}, "output_config.effort"),
-        (OLLAMA, {"think": "extreme"}, "think"),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "where"), [
+    (CHAT, {"thinking_token_budget": -1}, "thinking_token_budget"),
+    (CHAT, {"thinking_token_budget": 1.5}, "thinking_token_budget"),
+    (CHAT, {"thinking_token_budget": True}, "thinking_token_budget"),
+    (CHAT, {"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
+    (CHAT, {"reasoning": {"max_tokens": "7"}}, "reasoning.max_tokens"),
+    (CHAT, {"reasoning": {"max_tokens": 1}, "thinking_token_budget": 1}, "reasoning.max_tokens"),
+    (CHAT, {"thinking_budget": -1}, "thinking_budget"),
+    (CHAT, {"thinking_budget": 1, "thinking_token_budget": 1}, "thinking_budget and thinking_token_budget"),
+    (CHAT, {"thinking_budget": 1, "thinking": {"type": "enabled", "budget_tokens": 1}}, "thinking.budget_tokens"),
+    (CHAT, {"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
+    (CHAT, {"thinking": {"type": "on"}}, "thinking.type"),
+    (CHAT, {"thinking": True}, "thinking"),
+    (CHAT, {"enable_thinking": "no"}, "enable_thinking"),
+    (CHAT, {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning.effort"),
+    (CHAT, {"reasoning": {"exclude": True}, "include_reasoning": True}, "reasoning.exclude"),
+    (CHAT, {"include_reasoning": "no"}, "include_reasoning"),
+    (CHAT, {"reasoning": "high"}, "reasoning"),
+    (RESPONSES, {"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking.budget_tokens"),
+    (MESSAGES, {"thinking": {"type": "adaptive", "budget_tokens": 50}}, "thinking.budget_tokens"),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1.5}}, "thinking.budget_tokens"),
+    (CHAT, {"reasoning_effort": "extreme"}, "reasoning_effort"),
+    (CHAT, {"reasoning_effort": ""}, "reasoning_effort"),
+    (CHAT, {"reasoning": {"effort": "High"}}, "reasoning.effort"),
+    (RESPONSES, {"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+    (RESPONSES, {"reasoning": {"effort": 3}}, "reasoning.effort"),
+    (RESPONSES, {"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+    (RESPONSES, {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning.effort"),
+    (MESSAGES, {"output_config": {"effort": "none"}}, "output_config.effort"),
+    (OLLAMA, {"think": "extreme"}, "think"),
+])  # fmt: skip
 def test_refused(always: Served, path: str, body: dict[str, Any], where: str) -> None:
     response = always.post(path, {"model": MODEL, **OWN[path], **body})
     assert response.status_code == 400, response.text
@@ -224,5 +219,70 @@ def test_a_model_that_does_not_reason(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_stop_strings_have_the_marks_of_reasoning(always: Served) -> None:
     """The engine does not search for stop strings within the reasoning."""
-    expected = OutputPhases(ReasoningPhase("<think>", "</think>", begins_inside=True))
-    assert sent(always, CHAT, {"stop": "x"}) == expected
+    assert sent(always, CHAT, {"stop": "x"}) == OutputPhases(ReasoningPhase("<think>", "</think>", begins_inside=True))
+
+
+CHAT = "/v1/chat/completions"
+HIDDEN: list[dict[str, Any]] = [
+    {"include_reasoning": False},
+    {"reasoning": {"exclude": True}},
+    {"reasoning": {"exclude": True, "max_tokens": 50}, "include_reasoning": False},
+]
+
+
+@pytest.fixture(scope="module")
+def reasoning() -> Iterator[Served]:
+    with answering("#\n</think>\n\n*", AnswerFormat(reasoning=THINK), "{{ messages[0].content }}<think>\n") as served:
+        yield served
+
+
+def counts(usage: dict[str, Any]) -> tuple[int, int]:
+    return usage["completion_tokens"], usage["completion_tokens_details"]["reasoning_tokens"]
+
+
+@pytest.mark.parametrize("fields", HIDDEN)
+def test_whole(reasoning: Served, fields: dict[str, Any]) -> None:
+    body = {"messages": USER, "n": 2}
+    shown = reasoning.post(CHAT, {**body, "include_reasoning": True}).json()
+    hidden = reasoning.post(CHAT, {**body, **fields}).json()
+    assert [choice["message"]["reasoning"] for choice in shown["choices"]] == ["#", "#"]
+    messages = [choice["message"] for choice in hidden["choices"]]
+    assert messages == [{"role": "assistant", "content": "*", "refusal": None}] * 2
+    assert counts(hidden["usage"]) == counts(shown["usage"]) and counts(hidden["usage"])[1] > 0
+
+
+@pytest.mark.parametrize("fields", HIDDEN)
+def test_streams(reasoning: Served, fields: dict[str, Any]) -> None:
+    body = {"messages": USER, "stream": True, "stream_options": {"include_usage": True}}
+    shown, hidden = (
+        sse_events(reasoning.post(CHAT, {**body, **more}).text) for more in ({"reasoning": {"exclude": False}}, fields)
+    )
+    (of_shown, of_hidden) = (
+        [choice["delta"] for event in events for choice in event["choices"]] for events in (shown, hidden)
+    )
+    assert "".join(delta.get("reasoning", "") for delta in of_shown) == "#"
+    assert not any("reasoning" in delta or "reasoning_content" in delta for delta in of_hidden)
+    assert "".join(delta.get("content", "") for delta in of_hidden) == "*"
+    assert of_hidden[0]["role"] == "assistant" and hidden[-2]["choices"][0]["finish_reason"] == "stop"
+    assert counts(hidden[-1]["usage"]) == counts(shown[-1]["usage"])
+
+
+def test_a_limit_within_the_reasoning(reasoning: Served) -> None:
+    answer = reasoning.post(CHAT, {"messages": USER, "max_tokens": 2, "include_reasoning": False}).json()
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+    assert counts(answer["usage"]) == (2, 2)
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", {"messages": USER, "max_tokens": 100}),
+    ("/api/chat", {"messages": USER, "stream": False}),
+])  # fmt: skip
+def test_other_apis(reasoning: Served, path: str, body: dict[str, Any]) -> None:
+    for stream in (False, True):
+        body = {"model": MODEL, **body, "stream": stream}
+        shown, hidden = (reasoning.post(path, {**body, "include_reasoning": value}).text for value in (True, False))
+        assert "#" in shown and "#" not in hidden and "*" in hidden
+    if path == "/v1/responses":
+        assert "#" not in reasoning.post(path, {**body, "reasoning": {"exclude": True}}).text

@@ -1,4 +1,4 @@
-"""Errors about the JSON schemas of structured outputs: they name the faulty part in each API."""
+"""Errors about the JSON schemas of structured outputs in each API, and ``strict`` in every place that accepts it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
+from metal_engine.answers.forced_calls import forced_schema
 from metal_engine.errors import ParameterError
 from metal_engine.grammars.compiler import GrammarRefusedError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from metal_engine.server.anthropic import protocol
+from metal_engine.server.errors import APIError
+from metal_engine.server.generation.sampling import sampling_params
 from metal_engine.server.generation.schema_errors import with_place
+from metal_engine.server.openai import responses_protocol
+from metal_engine.server.protocol import ChatCompletionBody
 from tests.support.serving import MODEL, Served
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -59,22 +65,17 @@ def test_the_place_and_the_problem(served: Served, path: str, made: Callable[[An
         response = served.post(path, {"model": MODEL, **made(schema)})
         assert response.status_code == 400, response.text
         error = response.json()["error"]
-        message = error if isinstance(error, str) else error["message"]
-        assert message == place + problem
+        assert (error if isinstance(error, str) else error["message"]) == place + problem
         if isinstance(error, dict) and "param" in error:
             assert error["param"] == place.partition(".")[0]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "place"),
-    [
-        (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
-        (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "place"), [
+    (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+])  # fmt: skip
 def test_no_schema(served: Served, path: str, body: Body, place: str) -> None:
-    message = served.post(path, body).json()["error"]["message"]
-    assert message == f"{place} must be a JSON schema, got None"
+    assert served.post(path, body).json()["error"]["message"] == f"{place} must be a JSON schema, got None"
 
 
 def test_a_schema_for_a_json_object(served: Served) -> None:
@@ -114,18 +115,15 @@ def placed(schema: Any, compiler: Compiler) -> ParameterError:
 BAD = {"format": "bad"}
 
 
-@pytest.mark.parametrize(
-    ("schema", "place"),
-    [
-        ({"format": "bad"}, ""),
-        ({"properties": {"a": {}, "b/c %": {"items": {"anyOf": [{}, BAD]}}}}, ".properties.b/c %.items.anyOf.1"),
-        ({"properties": {"a": False, "b": BAD}}, ".properties.b"),
-        ({"items": [True, BAD]}, ".items.1"),
-        ({"properties": {"a": {"properties": {"b": BAD}, "format": "bad"}}}, ".properties.a.properties.b"),
-        ({"properties": {"a": {"$id": "x", "properties": {"b": BAD}}}}, ""),
-        ({"$id": "x", "$schema": "y", "properties": {"b": BAD}}, ".properties.b"),
-    ],
-)
+@pytest.mark.parametrize(("schema", "place"), [
+    ({"format": "bad"}, ""),
+    ({"properties": {"a": {}, "b/c %": {"items": {"anyOf": [{}, BAD]}}}}, ".properties.b/c %.items.anyOf.1"),
+    ({"properties": {"a": False, "b": BAD}}, ".properties.b"),
+    ({"items": [True, BAD]}, ".items.1"),
+    ({"properties": {"a": {"properties": {"b": BAD}, "format": "bad"}}}, ".properties.a.properties.b"),
+    ({"properties": {"a": {"$id": "x", "properties": {"b": BAD}}}}, ""),
+    ({"$id": "x", "$schema": "y", "properties": {"b": BAD}}, ".properties.b"),
+])  # fmt: skip
 def test_the_innermost_part(schema: Any, place: str) -> None:
     assert placed(schema, Compiler()).name == f"structured_outputs.json{place}"
 
@@ -144,3 +142,54 @@ def test_other_grammars_have_no_place() -> None:
     compiler = Compiler()
     assert with_place(error, structured, compiler) is error and compiler.num_calls == 0
     assert with_place(error, None, compiler) is error
+
+
+SCHEMA = {"type": "object"}
+
+
+def asked(body: ChatCompletionBody) -> StructuredOutputsParams:
+    wanted = sampling_params(body, {}).structured_outputs
+    assert wanted is not None and wanted.json == SCHEMA
+    return wanted
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_formats(strict: bool | None) -> None:
+    more = {} if strict is None else {"strict": strict}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, **more}}
+    assert asked(ChatCompletionBody(messages=USER, response_format=shape)).strict is bool(strict)
+    text: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, **more}}
+    chat, _ = responses_protocol.to_chat(responses_protocol.ResponsesBody(input="hi", text=text), [])
+    assert asked(chat).strict is bool(strict)
+    assert asked(ChatCompletionBody(messages=USER, structured_outputs={"json": SCHEMA, **more})).strict is bool(strict)
+
+
+def test_it_is_true_or_false() -> None:
+    with pytest.raises(APIError, match=r"structured_outputs\.strict must be true or false"):
+        asked(ChatCompletionBody(messages=USER, structured_outputs={"json": SCHEMA, "strict": "yes"}))
+
+
+def test_tools() -> None:
+    """Each tool has its own setting, also in /v1/responses and /v1/messages."""
+    given: Any = [
+        {"type": "function", "name": name, "parameters": {"properties": {"x": SCHEMA}}, "strict": strict}
+        for name, strict in (("one", True), ("two", False))
+    ]
+    chat, _ = responses_protocol.to_chat(responses_protocol.ResponsesBody(input="hi", tools=given), [])
+    tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or ()]
+    inputs: Any = [{"name": one["name"], "input_schema": one["parameters"], "strict": one["strict"]} for one in given]
+    message = protocol.to_chat(protocol.MessagesBody(model="m", max_tokens=1, messages=USER, tools=inputs))
+    assert message.tools == chat.tools
+    one, two = forced_schema(tools, None, parallel=True)["$defs"].values()
+    assert one["properties"]["x"] == {**SCHEMA, "additionalProperties": False} and one["additionalProperties"] is False
+    assert two["properties"]["x"] == SCHEMA
+    assert forced_schema(tools, "one", parallel=True) == one
+
+
+def test_a_strict_tool_that_is_too_deep() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(200):
+        schema = {"items": schema}
+    tool = {"function": {"name": "f", "strict": True, "parameters": {"properties": {"x": schema}}}}
+    with pytest.raises(ParameterError, match="nested too deeply"):
+        forced_schema([tool], "f", parallel=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from metal_engine.request import RequestOptions
@@ -31,7 +32,7 @@ def speculating() -> Iterator[Served]:
         yield served
 
 
-CASES: list[dict[str, Any]] = [
+@pytest.mark.parametrize("case", [
     {},
     {"max_tokens": 29},
     {"stop": ["second part"]},
@@ -40,10 +41,7 @@ CASES: list[dict[str, Any]] = [
     {"stop_token_ids": [ord(":")]},
     {"stop": ["the"], "min_tokens": 20},
     {"n": 3},
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
+], ids=str)  # fmt: skip
 def test_answers_are_the_same(plain: Served, speculating: Served, case: dict[str, Any]) -> None:
     known = {"n", "stop", "max_tokens"}
     body = {"model": MODEL, "prompt": TEXT, "max_tokens": 300, **{k: v for k, v in case.items() if k in known}}
@@ -101,6 +99,8 @@ def test_steps_are_fewer_and_counted(plain: Served, speculating: Served) -> None
     assert gained("spec_decode_num_drafts_total") <= steps[1]
     assert gained("generation_tokens_total") == 100
     assert not any(name.startswith("spec_decode") for name in scrape(plain))
+    shown = [httpx.get(f"{served.url}/health").json().get("speculation") for served in (plain, speculating)]
+    assert shown == [None, "ngram"]
 
 
 def test_a_request_can_do_without(speculating: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +146,7 @@ def test_a_prediction_is_proposed_and_counted(predicting: Served) -> None:
     content: Any = PREDICTED
     for content in (PREDICTED, [{"type": "text", "text": PREDICTED[:9]}, {"type": "text", "text": PREDICTED[9:]}]):
         before = predicting.runner.num_steps
-        prediction = {"type": "content", "content": content}
-        answer = chat(predicting, max_tokens=len(ANSWER), prediction=prediction)
+        answer = chat(predicting, max_tokens=len(ANSWER), prediction={"type": "content", "content": content})
         assert answer["choices"][0]["message"] == plain["choices"][0]["message"]
         assert predicting.runner.num_steps - before < 0.6 * steps
         usage, plain_usage = dict(answer["usage"]), dict(plain["usage"])
@@ -177,8 +176,7 @@ def test_a_stream_tells_the_same(predicting: Served) -> None:
     known = chat(predicting, prediction=prediction)["usage"]["completion_tokens_details"]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 60, "temperature": 0}
     body |= {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}, "prediction": prediction}
-    chunks = list(predicting.client().chat.completions.create(**body))
-    details = chunks[-1].usage.completion_tokens_details
+    details = list(predicting.client().chat.completions.create(**body))[-1].usage.completion_tokens_details
     assert details.accepted_prediction_tokens == known["accepted_prediction_tokens"] > 20
     assert details.rejected_prediction_tokens == known["rejected_prediction_tokens"]
 
@@ -188,18 +186,14 @@ def test_without_speculation_a_prediction_has_no_effect(plain: Served) -> None:
     assert chat(plain, prediction=prediction)["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-@pytest.mark.parametrize(
-    "prediction",
-    [
-        {"type": "content"},
-        {"type": "image", "content": "a"},
-        {"type": "content", "content": 5},
-        {"type": "content", "content": [{"type": "image_url", "text": "a"}]},
-        {"type": "content", "content": "too long " * 20_000},
-        "content",
-    ],
-    ids=lambda prediction: str(prediction)[:60],
-)
+@pytest.mark.parametrize("prediction", [
+    {"type": "content"},
+    {"type": "image", "content": "a"},
+    {"type": "content", "content": 5},
+    {"type": "content", "content": [{"type": "image_url", "text": "a"}]},
+    {"type": "content", "content": "too long " * 20_000},
+    "content",
+], ids=lambda prediction: str(prediction)[:60])  # fmt: skip
 def test_predictions_that_cannot_be_used(predicting: Served, prediction: Any) -> None:
     error = chat(predicting, prediction=prediction)["error"]
     assert error["type"] == "invalid_request_error" and error["param"].startswith("prediction")

@@ -76,16 +76,12 @@ def test_without_reasoning_the_grammar_is_there_from_the_first_token() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS}], ids=["plain", "tools"])
-@pytest.mark.parametrize(
-    "constraint",
-    [
-        {"response_format": JSON_SCHEMA},
-        {"response_format": {"type": "json_object"}},
-        {"structured_outputs": {"regex": r"\{.*\}"}},
-        {"structured_outputs": {"choice": [ANSWER, "no"]}},
-    ],
-    ids=["schema", "object", "regex", "choice"],
-)
+@pytest.mark.parametrize("constraint", [
+    {"response_format": JSON_SCHEMA},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": r"\{.*\}"}},
+    {"structured_outputs": {"choice": [ANSWER, "no"]}},
+], ids=["schema", "object", "regex", "choice"])  # fmt: skip
 def test_chat_completions(thinking: Served, constraint: dict[str, Any], more: dict[str, Any]) -> None:
     body = {"model": MODEL, "messages": USER, **constraint, **more}
     answer = whole(thinking, "/v1/chat/completions", body)

@@ -65,8 +65,7 @@ def text_case(endpoint: Endpoint, name: str, size: int, **fields: Any) -> Case:
     make = of_text(TEXTS[name], size)
 
     def body() -> bytes:
-        small = {**endpoint.small, **in_prompt(endpoint, make()), **fields}
-        return json.dumps(small, ensure_ascii=False).encode()
+        return json.dumps({**endpoint.small, **in_prompt(endpoint, make()), **fields}, ensure_ascii=False).encode()
 
     extra = "".join(f", {field}" for field in fields)
     return Case(f"{endpoint.path}: {size} bytes of {name}{extra}", "POST", endpoint.path, body)
@@ -135,10 +134,8 @@ def unknown_names(number: int) -> dict[str, int]:
 
 
 def with_unknown_names(endpoint: Endpoint, number: int) -> Case:
-    def body() -> bytes:
-        return with_fields(endpoint, **unknown_names(number))
-
-    return Case(f"{endpoint.path}: {number} unknown names", "POST", endpoint.path, body)
+    name = f"{endpoint.path}: {number} unknown names"
+    return Case(name, "POST", endpoint.path, lambda: with_fields(endpoint, **unknown_names(number)))
 
 
 def messages(number: int, **fields: Any) -> Callable[[], Any]:

@@ -56,8 +56,7 @@ def field_cases(endpoint: Endpoint, name: str) -> Iterator[Case]:
     """Yield cases with the field filled by many elements of each kind, by nesting and by text."""
     for filler, make in FILLERS.items():
         title = f"{endpoint.path}: {name} filled with {filler}"
-        body = partial(_filled, endpoint, name, make)
-        yield Case(title, "POST", endpoint.path, body)
+        yield Case(title, "POST", endpoint.path, partial(_filled, endpoint, name, make))
 
 
 def _filled(endpoint: Endpoint, name: str, make: Callable[[int], str]) -> bytes:

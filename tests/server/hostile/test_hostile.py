@@ -79,9 +79,10 @@ def server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="module")
 def holds(server: ProbedServer, request: pytest.FixtureRequest) -> dict[str, float]:
     """Return the allowed delays in seconds: those of ordinary requests after warm-up, plus the allowance for a case."""
+    long_messages = [{"role": "user", "content": "word " * 1_000}]
     bodies = [(endpoint, with_fields(endpoint)) for endpoint in ENDPOINTS]
     bodies.append((CHAT, with_fields(CHAT, response_format={"type": "json_object"}, n=4, temperature=1)))
-    bodies.append((CHAT, with_fields(CHAT, stream=True, n=32, temperature=1, messages=long_messages())))
+    bodies.append((CHAT, with_fields(CHAT, stream=True, n=32, temperature=1, messages=long_messages)))
     for _ in range(2):
         server.reset()
         for endpoint, body in bodies:
@@ -90,10 +91,6 @@ def holds(server: ProbedServer, request: pytest.FixtureRequest) -> dict[str, flo
         measured = server.read()
     max_hold = MAX_HOLD if "full" in request.config.getoption("markexpr").split(" or ") else PLAIN_MAX_HOLD
     return {name: value + max_hold for name, value in measured.items() if name != "memory"}
-
-
-def long_messages() -> list[dict[str, str]]:
-    return [{"role": "user", "content": "word " * 1_000}]
 
 
 def check(server: ProbedServer, holds: dict[str, float], case: Case) -> None:

@@ -96,10 +96,9 @@ def fill(server: ProbedServer, load: Load, cases: list[Case], num_clients: int) 
 
 def counts(server: ProbedServer) -> dict[str, float]:
     """Return the counters and gauges of ``/metrics`` that have no label besides the model's name."""
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
     return {
         sample.name.removeprefix("metal_engine:"): sample.value
-        for family in text_string_to_metric_families(text)
+        for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=60).text)
         for sample in family.samples
         if set(sample.labels) == {"model_name"}
     }

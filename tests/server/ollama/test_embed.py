@@ -22,8 +22,7 @@ def vector(text: str, dimensions: int | None = None) -> np.ndarray:
 def embed(served: Served, path: str = EMBED, **body: Any) -> dict[str, Any]:
     response = served.post(path, {"model": MODEL, **body})
     assert response.status_code == 200 and response.headers["content-type"] == "application/json", response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return response.json()
 
 
 @pytest.mark.parametrize("given", ["a fox", ["a fox"], ["a fox", "Zürich \u2603", "c"]])
@@ -35,8 +34,7 @@ def test_embed(served: Served, given: str | list[str]) -> None:
         )
         assert answer["model"] == MODEL and answer["load_duration"] == 0 and answer["total_duration"] > 0
         assert answer["prompt_eval_count"] == sum(len(byte_ids(text)) for text in texts)
-        wanted = [vector(text, dimensions) for text in texts]
-        assert np.array_equal(np.array(answer["embeddings"], np.float32), wanted)
+        assert np.array_equal(np.array(answer["embeddings"], np.float32), [vector(text, dimensions) for text in texts])
     assert embed(served, model=f"{MODEL}:latest", input=given)["model"] == f"{MODEL}:latest"
 
 
@@ -55,13 +53,12 @@ def test_nothing_to_embed(served: Served) -> None:
 
 def test_many_are_the_same(served: Served) -> None:
     """The response has enough numbers to be encoded in a thread."""
-    texts = [f"t{i}" for i in range(2048)]
-    found = np.array(embed(served, input=texts)["embeddings"], np.float32)
+    found = np.array(embed(served, input=[f"t{i}" for i in range(2048)])["embeddings"], np.float32)
     assert found.shape == (2048, HIDDEN_SIZE)
     assert np.array_equal(found[[0, 2047]], [vector("t0"), vector("t2047")])
 
 
-BAD: list[tuple[str, dict[str, Any], int, str]] = [
+@pytest.mark.parametrize(("path", "body", "status", "named"), [
     (EMBED, {"input": 5}, 400, "input"),
     (EMBED, {"input": [5]}, 400, "input"),
     (EMBED, {"input": ["a", ""]}, 400, "no tokens"),
@@ -72,10 +69,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (EMBEDDINGS, {"prompt": ["a"]}, 400, "prompt"),
     (EMBEDDINGS, {"prompt": "a" * 600}, 400, "context"),
     (EMBEDDINGS, {"prompt": "a", "model": "other"}, 404, "other"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "status", "named"), BAD)
+])  # fmt: skip
 def test_errors(served: Served, path: str, body: dict[str, Any], status: int, named: str) -> None:
     response = served.post(path, {"model": MODEL, **body})
     assert response.status_code == status and response.json().keys() == {"error"}, response.text

@@ -24,8 +24,7 @@ COUNTS = {"total_duration", "load_duration", "prompt_eval_count", "prompt_eval_d
 
 
 def text_of(served: Served, messages: list[dict[str, Any]], num_tokens: int, **flags: Any) -> str:
-    prompt = served.tokenizer.apply_chat_template(messages, **flags)
-    return "".join(map(chr, generated(prompt, num_tokens)))
+    return "".join(map(chr, generated(served.tokenizer.apply_chat_template(messages, **flags), num_tokens)))
 
 
 def limit(num_tokens: int) -> dict[str, Any]:
@@ -55,8 +54,7 @@ def lines(served: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any
 
 def check_counts(answer: dict[str, Any], num_prompt: int, num_output: int) -> None:
     assert (answer["prompt_eval_count"], answer["eval_count"], answer["load_duration"]) == (num_prompt, num_output, 0)
-    parts = answer["prompt_eval_duration"] + answer["eval_duration"]
-    assert abs(parts - answer["total_duration"]) <= 2
+    assert abs(answer["prompt_eval_duration"] + answer["eval_duration"] - answer["total_duration"]) <= 2
     assert answer["prompt_eval_duration"] > 0 and answer["eval_duration"] >= 0 and answer["total_duration"] < 60e9
 
 
@@ -103,9 +101,7 @@ def test_a_suffix() -> None:
         body = {"model": MODEL, "prompt": "def f(", "suffix": "return", **limit(9)}
         assert whole(served, GENERATE, body)["response"] == expected("def f(", "return", 9)
         assert "".join(one["response"] for one in lines(served, GENERATE, body)) == expected("def f(", "return", 9)
-        show = served.post("/api/show", {"model": MODEL}).json()
-        assert show["capabilities"] == ["completion", "tools", "insert"]
-        served.wait_until_idle()
+        assert served.post("/api/show", {"model": MODEL}).json()["capabilities"] == ["completion", "tools", "insert"]
 
 
 def test_it_goes_on_until_it_ends() -> None:
@@ -116,7 +112,6 @@ def test_it_goes_on_until_it_ends() -> None:
             for more in ({"prompt": "a", "raw": True}, {"prompt": "a"}):
                 answer = whole(served, GENERATE, {"model": MODEL, **more, **fields})
                 assert (answer["response"], answer["done_reason"]) == (text, "stop")
-        served.wait_until_idle()
 
 
 def test_tools_and_thinking(calling: Served) -> None:
@@ -124,8 +119,7 @@ def test_tools_and_thinking(calling: Served) -> None:
     answer = whole(calling, CHAT, body)
     message = answer["message"]
     assert (message["thinking"], message["content"], answer["done_reason"]) == ("hm", RECORD.content, "stop")
-    called = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
-    assert called == RECORD.calls
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]] == RECORD.calls
     assert [call["function"]["index"] for call in message["tool_calls"]] == [0, 1]
     assert len({call["id"] for call in message["tool_calls"]}) == 2
     pieces = [one["message"] for one in lines(calling, CHAT, body)]
@@ -180,7 +174,6 @@ def test_what_a_template_is_given() -> None:
             *told, enable_thinking, begins = whole(served, CHAT, body)["message"]["content"].split("|")
             assert [json.loads(one) for one in told] == seen
             assert (enable_thinking, begins) == (shown, "True")
-        served.wait_until_idle()
 
 
 def test_a_prefill_is_continued(served: Served) -> None:
@@ -242,33 +235,26 @@ def test_names(served: Served) -> None:
             assert answer.get("message", {"role": "assistant", "content": answer.get("response")})["content"] == ""
 
 
-BAD: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, {"messages": "hi"}, "messages"),
+# Invalid values of fields and options.
+BAD_FIELDS: dict[str, list[Any]] = {
+    "messages": ["hi"], "tools": ["f"], "format": ["xml", {"type": 5}, 5], "think": ["very", True, "low"],
+    "logprobs": [True], "options": [[1]], "stream": ["no"], "n": [3],
+}  # fmt: skip
+BAD_OPTIONS: dict[str, list[Any]] = {
+    "temperature": [-1, "hot"], "num_predict": [1.5, True, -3], "stop": [[1]], "mirostat": [2], "repeat_penalty": [0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "named"), [
+    *((CHAT, {"messages": USER, field: value}, field) for field, values in BAD_FIELDS.items() for value in values),
+    *((CHAT, {"messages": USER, "options": {name: value}}, f"options.{name}") for name, values in BAD_OPTIONS.items()
+      for value in values),
     (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "images"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "arguments"),
     (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function"),
-    (CHAT, {"messages": USER, "tools": "f"}, "tools"),
-    (CHAT, {"messages": USER, "format": "xml"}, "format"),
-    (CHAT, {"messages": USER, "format": {"type": 5}}, "format"),
-    (CHAT, {"messages": USER, "format": 5}, "format"),
-    (CHAT, {"messages": USER, "think": "very"}, "think"),
-    (CHAT, {"messages": USER, "think": True}, "think"),
-    (CHAT, {"messages": USER, "think": "low"}, "think"),
-    (CHAT, {"messages": USER, "logprobs": True}, "logprobs"),
-    (CHAT, {"messages": USER, "options": {"temperature": -1}}, "options.temperature"),
-    (CHAT, {"messages": USER, "options": {"temperature": "hot"}}, "options.temperature"),
-    (CHAT, {"messages": USER, "options": {"num_predict": 1.5}}, "options.num_predict"),
-    (CHAT, {"messages": USER, "options": {"num_predict": True}}, "options.num_predict"),
-    (CHAT, {"messages": USER, "options": {"num_predict": -3}}, "options.num_predict"),
     (CHAT, {"messages": USER, "options": {"num_predict": 9999}}, "context"),
-    (CHAT, {"messages": USER, "options": {"stop": [1]}}, "options.stop"),
-    (CHAT, {"messages": USER, "options": {"mirostat": 2}}, "options.mirostat"),
-    (CHAT, {"messages": USER, "options": {"repeat_penalty": 0}}, "options.repeat_penalty"),
-    (CHAT, {"messages": USER, "options": [1]}, "options"),
-    (CHAT, {"messages": USER, "stream": "no"}, "stream"),
-    (CHAT, {"messages": USER, "n": 3}, "n"),
     (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "context"),
     (GENERATE, {"prompt": "a" * 600}, "context"),
     (GENERATE, {"prompt": 5}, "prompt"),
@@ -278,10 +264,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"prompt": "a", "raw": True, "think": True}, "think"),
     (GENERATE, {"prompt": "a", "suffix": "b"}, "suffix"),
     (GENERATE, {"prompt": "a", "context": ["b"]}, "context"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "named"), BAD)
+])  # fmt: skip
 def test_errors_name_what_is_wrong(served: Served, path: str, body: dict[str, Any], named: str) -> None:
     for stream in (False, True):
         response = served.post(path, {"model": MODEL, "stream": stream, **body})
@@ -314,7 +297,6 @@ def test_a_failure_is_the_last_line() -> None:
             served.runner.running.set()
             told = [json.loads(line) for line in response.iter_lines()]
         assert told[-1].keys() == {"error"} and told[-1]["error"]
-        served.wait_until_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -322,17 +304,14 @@ def test_a_client_that_leaves_aborts_its_request(served: Served, stream: bool) -
     """The engine is stopped, so that no request can end by itself."""
     served.runner.running.clear()
     body = json.dumps({"model": MODEL, "messages": USER, "stream": stream}).encode()
-    request = post(body=body).replace(b"/v1/completions", CHAT.encode())
-    with crowd(served.url, 1, request):
+    with crowd(served.url, 1, post(body=body).replace(b"/v1/completions", CHAT.encode())):
         wait_until(lambda: served.engine.num_open_requests == 1, "the request to come")
     wait_until(lambda: served.engine.num_open_requests == 0, "the request to be aborted")
     served.runner.running.set()
-    served.wait_until_idle()
 
 
 def test_what_is_told_of_the_model(calling: Served) -> None:
-    args = ServerArgs(enable_auto_tool_choice=False)
-    with serve(names=("demo", "org/m:q4"), config=CONFIG, args=args) as served:
+    with serve(names=("demo", "org/m:q4"), config=CONFIG, args=ServerArgs(enable_auto_tool_choice=False)) as served:
         tags = httpx.get(served.url + "/api/tags").json()["models"]
         assert [one["name"] for one in tags] == [one["model"] for one in tags] == ["demo:latest", "org/m:q4"]
         (first, second) = tags
@@ -353,7 +332,25 @@ def test_what_is_told_of_the_model(calling: Served) -> None:
         for path in ("/api/tags", "/api/ps", "/api/version"):
             head = httpx.head(served.url + path)
             assert (head.status_code, head.content) == (200, b"")
-        served.wait_until_idle()
     assert calling.post("/api/show", {"model": MODEL}).json()["capabilities"] == ["completion", "tools", "thinking"]
     response = calling.post("/api/pull", {"model": "qwen3:8b"})
     assert response.status_code == 404 and "`metal-engine pull OWNER/NAME`" in response.json()["error"]
+
+
+def test_bodies_need_no_type(served: Served) -> None:
+    """LiteLLM and curl send none. Requests that a web page can send need JSON's."""
+    body = json.dumps({"messages": USER, "options": {"num_predict": 1}, "stream": False, "max_tokens": 1}).encode()
+    forms = ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data")
+
+    def status(path: str = CHAT, **headers: str) -> int:
+        return httpx.post(served.url + path, content=body, headers=headers, timeout=DEADLINE).status_code
+
+    assert status() == status(**{"content-type": "application/json", "origin": "null"}) == 200
+    for kind in (*forms, ""):
+        assert status(**{"content-type": kind}) == 200
+    for origin in ("null", "https://page.example"):
+        assert status(origin=origin) == 400
+        for kind in forms:
+            assert status(**{"content-type": kind, "origin": origin}) == 400
+    for headers in ({}, {"content-type": forms[0]}):
+        assert status("/v1/chat/completions", **headers) == 400

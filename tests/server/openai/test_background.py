@@ -19,15 +19,9 @@ from tests.support.serving import MODEL, Served, serve, wait_until
 
 
 @pytest.fixture(scope="module")
-def _slow() -> Iterator[Served]:
+def slow() -> Iterator[Served]:
     with serve(config=CONFIG, step_time=SLOW) as served:
         yield served
-
-
-@pytest.fixture
-def slow(_slow: Served) -> Iterator[Served]:
-    yield _slow
-    _slow.wait_until_idle()
 
 
 def test_its_states(calling: Served) -> None:
@@ -44,7 +38,6 @@ def test_its_states(calling: Served) -> None:
     cut = client.responses.create(model=MODEL, input="hi", background=True, max_output_tokens=3)
     assert finished(client, cut.id).status == "incomplete"
     assert finished(client, cut.id).incomplete_details.reason == "max_output_tokens"
-    calling.wait_until_idle()
 
 
 def test_it_is_queued_then_in_progress(slow: Served) -> None:
@@ -103,33 +96,27 @@ def test_deleting_while_it_runs(slow: Served) -> None:
         check_error(HTTP.request(method, f"{slow.url}/v1/responses/{path}"), 404, None, "response_not_found")
 
 
-BAD_BODIES: list[tuple[dict[str, Any], str]] = [
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("body", "param"), [
     ({"input": "a" * 5000}, "input"),
     ({"input": "a", "max_output_tokens": 10_000}, "max_output_tokens"),
     ({"input": "a", "temperature": -1}, "temperature"),
     ({"input": "a", "store": False}, "background"),
     ({"input": "a", "model": "other"}, "model"),
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("body", "param"), BAD_BODIES)
+])  # fmt: skip
 def test_bad_requests_are_not_stored(slow: Served, body: dict[str, Any], param: str, stream: bool) -> None:
     answer = slow.post("/v1/responses", {"model": MODEL, "background": True, "stream": stream, **body})
     assert answer.status_code == (404 if param == "model" else 400)
     assert answer.json()["error"]["param"] == param
 
 
-BAD_QUERIES = [
+@pytest.mark.parametrize(("query", "param"), [
     ("starting_after=1", "starting_after"),
     ("stream=true&starting_after=-1", "starting_after"),
     ("stream=true&starting_after=a", "starting_after"),
     ("stream=maybe", "stream"),
     ("stream=true", "stream"),
-]
-
-
-@pytest.mark.parametrize(("query", "param"), BAD_QUERIES)
+])  # fmt: skip
 def test_bad_queries(served: Served, query: str, param: str) -> None:
     client = served.client()
     ids = [
@@ -138,7 +125,6 @@ def test_bad_queries(served: Served, query: str, param: str) -> None:
     ]
     for one in ids:
         check_error(HTTP.get(f"{served.url}/v1/responses/{one}?{query}"), 400, param)
-    served.wait_until_idle()
 
 
 def test_a_stream_that_is_resumed_everywhere(calling: Served) -> None:
@@ -152,14 +138,11 @@ def test_a_stream_that_is_resumed_everywhere(calling: Served) -> None:
     plain = [event.type for event in client.responses.create(**create, stream=True)]
     assert set(plain) == set(kinds) - {"response.queued"}
     first: Any = events[0]
-    last: Any = events[-1]
-    assert client.responses.retrieve(first.response.id) == last.response
+    assert client.responses.retrieve(first.response.id) == events[-1].response
     for after in range(-1, len(events), 9):
         more = {} if after < 0 else {"starting_after": after}
-        resumed = list(client.responses.retrieve(first.response.id, stream=True, **more))  # type: ignore[call-overload]
-        assert resumed == events[after + 1 :]
+        assert list(client.responses.retrieve(first.response.id, stream=True, **more)) == events[after + 1 :]
     assert not list(client.responses.retrieve(first.response.id, stream=True, starting_after=10**30))
-    calling.wait_until_idle()
 
 
 def test_a_client_that_disconnects_and_comes_back(slow: Served) -> None:

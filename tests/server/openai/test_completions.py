@@ -1,4 +1,4 @@
-"""/v1/completions, driven by the official client."""
+"""/v1/completions and /v1/chat/completions, driven by the official client."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from metal_engine.sampling_params import SamplingParams
 from tests.server.test_errors import sse_events
-from tests.support.serving import MODEL, Served
+from tests.support.serving import MODEL, Served, serve
 from tests.support.sweeps import sweep
-from tools.fixtures.fake_engine import EOS, byte_ids, generated
+from tools.fixtures.fake_engine import EOS, byte_ids, echo, fake_config, generated, tiny_tokenizer
 
 TEXTS = ["Once upon a time", "the thing", "é", "日本語 😀 text", "x" * 300]
 
@@ -61,15 +61,12 @@ def test_event_stream_format(served: Served) -> None:
     assert all(event.startswith("data: ") for event in response.text.strip().split("\n\n"))
 
 
-PROMPT_LISTS = [
+@pytest.mark.parametrize("prompts", [
     ["first", "the second", "third one"],
     [byte_ids("a"), byte_ids("bcd"), byte_ids("e")],
     ["only one"],
     [f"prompt {i}" for i in range(20)],
-]
-
-
-@pytest.mark.parametrize("prompts", PROMPT_LISTS)
+])  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts(served: Served, prompts: list[str] | list[list[int]], stream: bool) -> None:
     client = served.client()
@@ -98,6 +95,8 @@ LENGTH = {"ignore_eos": True, "max_tokens": 9}
     ({}, "é: abc", "stop", None),
     ({"stop": ["c", "zz"]}, "é: ab", "stop", "c"),
     ({"stop": "bcd"}, "é: abc", "stop", None),
+    ({"stop": "bcd", **LENGTH}, "é: abc", "length", None),
+    ({"stop": "c", "max_tokens": 7}, "é: ab", "stop", "c"),
     ({"stop_token_ids": [ord("b"), EOS]}, "é: a", "stop", ord("b")),
     (LENGTH, "é: abc", "length", None),
     ({**LENGTH, "skip_special_tokens": False}, "é: abc<|im_end|><|im_end|>", "length", None),
@@ -121,8 +120,7 @@ def test_sampling_parameters_reach_the_runner(served: Served) -> None:
     }  # fmt: skip
     assert served.post("/v1/completions", {"prompt": "a", **body}).status_code == 200
     assert served.runner.seen_params[-1] == SamplingParams(**body)  # type: ignore[arg-type]
-    nulls = dict.fromkeys(body, None)
-    assert served.post("/v1/completions", {"prompt": "a", **nulls}).status_code == 200
+    assert served.post("/v1/completions", {"prompt": "a", **dict.fromkeys(body, None)}).status_code == 200
     assert replace(served.runner.seen_params[-1], seed=None) == SamplingParams()
 
 
@@ -167,3 +165,94 @@ def test_text_offsets(tiny: Served, echo: bool, seed: int) -> None:
         expected.append(expected[-1] + len(detokenizer.add(token_id)))
     assert offsets[begin:] == expected[:-1]
     assert expected[-1] >= len(whole["text"]) and (offsets[-1] <= len(whole["text"]))
+
+
+NOW = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, str]]]] = [
+    # messages of a client, messages passed to the template
+    ([{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}]),
+    (
+        [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "parts"}]},
+        ],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two\nparts"}],
+    ),
+    (
+        [
+            {"role": "system", "content": "日本語"},
+            {"role": "user", "content": "what time is it?", "name": "ann"},
+            {"role": "assistant", "content": None, "tool_calls": [NOW]},
+            {"role": "tool", "content": "noon", "tool_call_id": "1"},
+        ],
+        [
+            {"role": "system", "content": "日本語"},
+            {"role": "user", "content": "what time is it?"},
+            # The template supports neither calls nor results, so they are written as text.
+            {"role": "assistant", "content": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'},
+            {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"},
+        ],
+    ),
+]
+
+
+def expected_answer(served: Served, messages: list[dict[str, str]], num_tokens: int) -> str:
+    return "".join(map(chr, generated(served.tokenizer.apply_chat_template(messages), num_tokens)))
+
+
+@pytest.mark.parametrize(("messages", "given"), CONVERSATIONS)
+def test_chat(served: Served, messages: Any, given: list[dict[str, str]]) -> None:
+    """The newer name of the limit wins."""
+    create = served.client().chat.completions.create
+    completion = create(model=MODEL, messages=messages, max_tokens=50, max_completion_tokens=25)
+    text, num_prompt_tokens = expected_answer(served, given, 25), len(served.tokenizer.apply_chat_template(given))
+    (choice,) = completion.choices
+    assert choice.message.content == text
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+    assert completion.id.startswith("chatcmpl-") and completion.object == "chat.completion"
+    assert completion.usage is not None
+    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (num_prompt_tokens, 25)
+    stream = create(model=MODEL, messages=messages, max_tokens=25, stream=True, stream_options={"include_usage": True})
+    first, *middle, finish, usage = list(stream)
+    assert first.choices[0].delta.role == "assistant" and not first.choices[0].delta.content
+    assert all(chunk.choices[0].delta.role is None for chunk in middle)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == text
+    assert [chunk.choices[0].finish_reason for chunk in middle] == [None] * len(middle)
+    assert finish.choices[0].finish_reason == "length" and finish.choices[0].delta.content is None
+    assert usage.choices == [] and usage.usage is not None and usage.usage.completion_tokens == 25
+    assert {chunk.object for chunk in (first, *middle, finish, usage)} == {"chat.completion.chunk"}
+
+
+def test_without_a_limit_the_answer_fills_the_context() -> None:
+    with serve(config=fake_config(max_model_len=96)) as served:
+        completion = served.client().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+        assert completion.usage is not None and completion.usage.total_tokens == 96
+        assert completion.choices[0].finish_reason == "length"
+
+
+def test_special_tokens_are_no_text(echoing: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "é"}], "max_tokens": 200}
+    message = echoing.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    assert message["content"] == "user\né"  # the prompt up to its first end of turn
+
+
+def test_a_model_without_a_template_refuses_chat_but_completes() -> None:
+    with serve(echo, tokenizer=tiny_tokenizer(chat_template=None)) as served:
+        response = served.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+        assert response.status_code == 400 and "/v1/completions" in response.json()["error"]["message"]
+        assert served.post("/v1/completions", {"prompt": byte_ids("ab")}).json()["choices"][0]["text"] == "ab"
+
+
+def test_the_end_of_the_prompt(served: Served) -> None:
+    """A prefill continues the last message. Without a generation prompt, the prompt ends with the last message."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, I "}]
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell, I "
+    for fields, end in (
+        ({"continue_final_message": True}, ""),
+        ({"continue_final_message": True, "add_generation_prompt": False}, ""),
+        ({"add_generation_prompt": False}, "<|im_end|>\n"),
+    ):
+        answer = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 20, **fields}).json()
+        ids = served.tokenizer.encode(prompt + end)
+        assert answer["choices"][0]["message"]["content"] == "".join(map(chr, generated(ids, 20)))
+        assert answer["usage"]["prompt_tokens"] == len(ids)

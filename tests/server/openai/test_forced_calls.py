@@ -11,13 +11,12 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from metal_engine.answers.forced_calls import forced_schema
-from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.engine_thread import EngineThread
 from tests.server.openai.test_tools import USER, streamed
 from tests.server.test_errors import check_error
 from tests.support.json_schemas import SCHEMAS
 from tests.support.serving import MODEL, Served, serve
 from tests.support.tiny_engine import tiny_engine
+from tools.fixtures.fake_engine import in_thread
 
 CHAT = "/v1/chat/completions"
 
@@ -66,11 +65,8 @@ def tiny() -> Iterator[Served]:
     Its template has no tools.
     """
     core = tiny_engine(max_model_len=8192, num_blocks=8192, max_num_batched_tokens=2048, max_num_seqs=32)
-    engine = AsyncEngine(EngineThread(lambda: core))
-    engine.start()
-    with serve(engine=engine) as served:
+    with serve(engine=in_thread(lambda: core)) as served:
         yield served
-        served.wait_until_idle()
 
 
 def check_calls(calls: list[tuple[str, str]], tools: list[dict[str, Any]]) -> None:
@@ -151,8 +147,7 @@ def test_what_cannot_be_forced(tiny: Served) -> None:
         (TOOLS, {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ]:
         for choice in ("required", named(tools[0]["function"]["name"])):
-            body = {"messages": USER, "tools": tools, "tool_choice": choice, **more}
-            check_error(tiny.post(CHAT, body), 400, param)
+            check_error(tiny.post(CHAT, {"messages": USER, "tools": tools, "tool_choice": choice, **more}), 400, param)
 
 
 def test_messages_that_are_cut_off_within_a_call(tiny: Served) -> None:

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.text.tokenizer import Tokenizer
 from tests.server.test_errors import check_error, sse_events
 from tests.support.serving import Served, serve
 from tests.support.tiny_engine import log_softmax, reference_logits, tiny_engine, tiny_reference
-from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, fake_config, generated, tiny_tokenizer
+from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, fake_config, generated, in_thread, tiny_tokenizer
 
 PATH = "/v1/completions"
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>")
@@ -38,26 +36,17 @@ def expected(prefix: str, suffix: str, num_tokens: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def _filling() -> Iterator[Served]:
+def filling() -> Iterator[Served]:
     with serve(config=fake_config(vocab_size=VOCAB), tokenizer=fim_tokenizer()) as served:
         yield served
-
-
-@pytest.fixture
-def filling(_filling: Served) -> Iterator[Served]:
-    yield _filling
-    _filling.wait_until_idle()
 
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Served]:
     """Yield a server on a model with random weights, for log probabilities."""
     core = tiny_engine(tokenizer=fim_tokenizer(), vocab_size=VOCAB)
-    engine = AsyncEngine(EngineThread(lambda: core))
-    engine.start()
-    with serve(engine=engine) as served:
+    with serve(engine=in_thread(lambda: core)) as served:
         yield served
-        served.wait_until_idle()
 
 
 @pytest.mark.parametrize(("prefix", "suffix"), [("def f(", "return 1"), ("", "x"), ("a", " ")])
@@ -105,7 +94,6 @@ def test_it_ends_with_what_ends_an_infilling() -> None:
         for other in ({"ignore_eos": True}, {"suffix": ""}):
             (choice,) = served.post(PATH, {**body, **other}).json()["choices"]
             assert (choice["text"], choice["finish_reason"]) == ("done<|fim_pad|>mor", "length")
-        served.wait_until_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -121,19 +109,16 @@ def test_log_probabilities(tiny: Served, stream: bool) -> None:
         logprobs = response.json()["choices"][0]["logprobs"]
     assert logprobs["tokens"][:3] == ["n", "bytes:\\xc3", "bytes:\\xa9"]
     assert logprobs["text_offset"] == [0, 1, 1, 2, 3, 4, 5]
-    output = byte_ids("".join(logprobs["tokens"][3:]))
-    tokens = [*prompt_ids("né", "xyz"), *output]
+    tokens = [*prompt_ids("né", "xyz"), *byte_ids("".join(logprobs["tokens"][3:]))]
     reference = log_softmax(reference_logits(tiny_reference(vocab_size=VOCAB), tokens))
-    places = [1, 2, 3, *range(len(tokens) - 4, len(tokens))]
-    wanted = [reference[place - 1, tokens[place]] for place in places]
+    wanted = [reference[place - 1, tokens[place]] for place in [1, 2, 3, *range(len(tokens) - 4, len(tokens))]]
     assert np.abs(np.array(logprobs["token_logprobs"]) - wanted).max() < 1e-4
 
 
 def test_the_prompts_log_probabilities_are_those_of_all_its_tokens(tiny: Served) -> None:
     body = {"prompt": "ab", "suffix": "c", "prompt_logprobs": 0, "max_tokens": 1}
     (choice,) = tiny.post(PATH, body).json()["choices"]
-    ids = [int(key) for entry in choice["prompt_logprobs"][1:] for key in entry]
-    assert ids == prompt_ids("ab", "c")[1:]
+    assert [int(key) for entry in choice["prompt_logprobs"][1:] for key in entry] == prompt_ids("ab", "c")[1:]
 
 
 def test_where_it_is_refused(served: Served, filling: Served) -> None:
@@ -144,9 +129,6 @@ def test_where_it_is_refused(served: Served, filling: Served) -> None:
     check_error(filling.post("/v1/chat/completions", chat), 400, "suffix", code="unsupported_parameter")
     check_error(filling.post(PATH, {**body, "truncate_prompt_tokens": 5}), 400, "truncate_prompt_tokens")
     check_error(filling.post(PATH, {**body, "suffix": ["b"]}), 400, "suffix")
-    long = {**body, "suffix": "b" * 600}
-    check_error(filling.post(PATH, long), 400, "prompt", code="context_length_exceeded")
-    many = {**body, "prompt": ["a"] * 20_000, "suffix": "b" * 400}
-    check_error(filling.post(PATH, many), 400, "suffix")
-    huge = {**body, "suffix": "c" * 6_000_000}
-    check_error(filling.post(PATH, huge), 400, "suffix", code="context_length_exceeded")
+    check_error(filling.post(PATH, {**body, "suffix": "b" * 600}), 400, "prompt", code="context_length_exceeded")
+    check_error(filling.post(PATH, {**body, "prompt": ["a"] * 20_000, "suffix": "b" * 400}), 400, "suffix")
+    check_error(filling.post(PATH, {**body, "suffix": "c" * 6_000_000}), 400, "suffix", code="context_length_exceeded")

@@ -16,8 +16,7 @@ from tools.fixtures.fake_engine import CHAT_TEMPLATE, tiny_tokenizer
 
 def chat(*pairs: str) -> list[dict[str, Any]]:
     """Return messages from texts like ``user: hi``."""
-    roles = (pair.split(": ", 1) for pair in pairs)
-    return [{"role": role, "content": content} for role, content in roles]
+    return [{"role": role, "content": content} for role, content in (pair.split(": ", 1) for pair in pairs)]
 
 
 # Message orders of Codex and Claude Code.
@@ -66,8 +65,7 @@ def test_what_a_template_refuses(name: str) -> None:
 
 
 def test_what_a_template_takes_stays_as_it_is() -> None:
-    tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
-    assert in_accepted_order(GIVEN, tokenizer.message_rules) is GIVEN
+    assert in_accepted_order(GIVEN, tiny_tokenizer(CHAT_TEMPLATE).message_rules) is GIVEN
 
 
 def test_over_http(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,10 +74,8 @@ def test_over_http(caplog: pytest.LogCaptureFixture) -> None:
     asked = [{**m, "role": m["role"].replace("system", "developer")} for m in GIVEN]
     with serve(config=CONFIG, tokenizer=tokenizer) as served, caplog.at_level(logging.WARNING):
         for _ in range(2):
-            body = {"model": MODEL, "max_tokens": 1, "messages": asked}
-            answer = served.post("/v1/chat/completions", body)
+            answer = served.post("/v1/chat/completions", {"model": MODEL, "max_tokens": 1, "messages": asked})
             assert answer.status_code == 200
             expected = tokenizer.apply_chat_template(TURNED["system first"][1])
             assert answer.json()["usage"]["prompt_tokens"] == len(expected)
-        served.wait_until_idle()
     assert sum("chat template does not keep messages in the order" in record.message for record in caplog.records) == 1

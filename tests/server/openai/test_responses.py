@@ -1,4 +1,4 @@
-"""/v1/responses, driven by the official client."""
+"""/v1/responses, driven by the official client, and the input items of stored responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from metal_engine.server.openai.response_state import AskedResponse, ResponseSta
 from metal_engine.server.openai.response_store import ResponseStore
 from tests.server.test_errors import check_error
 from tests.support.calling import FLAT_TOOLS, RECORD
-from tests.support.serving import MODEL, Served, serve
+from tests.support.serving import DEADLINE, MODEL, Served, serve
 from tests.support.tool_formats import TOOLS
 
 
@@ -61,8 +61,7 @@ def test_stream(calling: Served) -> None:
     text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
     assert text == final.output_text == RECORD.content
     assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "hm"
-    done = [event.item for event in events if event.type == "response.output_item.done"]
-    assert done == final.output
+    assert [event.item for event in events if event.type == "response.output_item.done"] == final.output
     arguments = ["", "", "", ""]
     for event in events:
         if event.type == "response.function_call_arguments.delta":
@@ -125,35 +124,24 @@ def test_what_comes_back_is_what_was_said(calling: Served) -> None:
     assert by_id.usage.input_tokens == prompt_tokens(calling, messages, tools=TOOLS)
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"input": "hi", "n": 3}, "n"),
-    ({"input": "hi", "n": 3, "stream": True}, "n"),
-    ({"input": "hi", "allowed_token_ids": [5, 2**63]}, "allowed_token_ids"),
-    ({"input": "hi", "metadata": {"a": 5}}, "metadata"),
+BAD_FIELDS: dict[str, list[Any]] = {
+    "n": [3], "allowed_token_ids": [[5, 2**63]], "metadata": [{"a": 5}], "max_output_tokens": [0],
+    "background": ["yes"], "truncation": ["auto"], "temperature": [-1],
+    "input": [5, [], [5], [{}], [{"role": "user", "content": 5}], [{"role": "wizard", "content": "a"}],
+        [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+        [{"type": "item_reference", "id": "x"}], [{"type": "function_call", "name": "f", "arguments": "{}"}]],
+    "tools": [[{"type": "web_search"}], [{"type": "function"}]], "tool_choice": [{"type": "file_search"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param"), [
     ({}, "input"),
-    ({"input": 5}, "input"),
-    ({"input": []}, "input"),
-    ({"input": [5]}, "input"),
-    ({"input": [{}]}, "input"),
-    ({"input": [{"role": "user", "content": 5}]}, "input"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-    ({"input": [{"role": "wizard", "content": "a"}]}, "input"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input"),
+    ({"input": "hi", "n": 3, "stream": True}, "n"),
     ({"input": "a" * 600}, "input"),
-    ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
     ({"input": "a", "max_output_tokens": 10_000}, "max_output_tokens"),
-    ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
-    ({"input": "a", "tools": [{"type": "function"}]}, "tools"),
-    ({"input": "a", "tool_choice": {"type": "file_search"}}, "tool_choice"),
     ({"input": "a", "background": True, "store": False}, "background"),
-    ({"input": "a", "background": "yes"}, "background"),
-    ({"input": "a", "truncation": "auto"}, "truncation"),
-    ({"input": "a", "temperature": -1}, "temperature"),
-]
-
-
-@pytest.mark.parametrize(("body", "param"), BAD)
+    *(({"input": "a", field: value}, field) for field, values in BAD_FIELDS.items() for value in values),
+])  # fmt: skip
 def test_bad_requests(served: Served, body: dict[str, Any], param: str) -> None:
     code = "context_length_exceeded" if len(str(body)) > 500 or body.get("max_output_tokens") == 10_000 else None
     check_error(served.post("/v1/responses", body), 400, param, code)
@@ -184,8 +172,7 @@ def test_fields_without_effect(served: Served) -> None:
         **dict.fromkeys(("conversation", "prompt", "moderation")),
     }
     assert served.post("/v1/responses", body).status_code == 200
-    unknown = httpx.get(f"{served.url}/health").json()["unknown_parameters"]
-    assert body.keys().isdisjoint(unknown)
+    assert body.keys().isdisjoint(httpx.get(f"{served.url}/health").json()["unknown_parameters"])
 
 
 def test_an_error_within_a_stream() -> None:
@@ -201,7 +188,6 @@ def test_an_error_within_a_stream() -> None:
             last = event
         assert kinds[-2:] == ["error", "response.failed"] and "no more" in last.response.error.message  # type: ignore[union-attr]
         assert "response.completed" not in kinds
-        served.wait_until_idle()
 
 
 def state(size: int = 5, *, in_background: bool = False) -> ResponseState:
@@ -271,3 +257,96 @@ def test_the_number_of_items_is_limited(served: Served, monkeypatch: pytest.Monk
     monkeypatch.setattr("metal_engine.server.openai.responses.MAX_ITEMS", 0)
     with pytest.raises(openai.BadRequestError, match="input and the responses before it have too many items"):
         served.client().responses.create(model=MODEL, input="hi")
+
+
+ITEMS: list[Any] = [
+    {"role": "developer", "content": "Be brief."},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}], "id": "msg_0"},
+    {"type": "message", "role": "assistant", "content": "b", "id": "msg_0"},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "d"},
+    {"role": "user", "content": "e"},
+]
+
+
+def test_a_text(served: Served) -> None:
+    client = served.client()
+    response = client.responses.create(model=MODEL, input="hi", instructions="Be brief.", max_output_tokens=1)
+    (item,) = client.responses.input_items.list(response.id)
+    assert item.model_dump(include={"type", "role", "status"}) == {
+        "type": "message",
+        "role": "user",
+        "status": "completed",
+    }
+    assert item.content[0].model_dump(include={"type", "text"}) == {"type": "input_text", "text": "hi"}  # type: ignore[union-attr, index]
+
+
+def test_every_type(served: Served) -> None:
+    client = served.client()
+    response = client.responses.create(model=MODEL, input=ITEMS, max_output_tokens=1)
+    listed: list[Any] = list(client.responses.input_items.list(response.id, order="asc"))
+    assert [item.type for item in listed] == [item.get("type", "message") for item in ITEMS]
+    ids = [item.id for item in listed]
+    assert len(set(ids)) == len(ITEMS) and ids[1] == "msg_0"
+    assert [one.split("_")[0] for one in ids] == ["msg", "msg", "msg", "rs", "fc", "fco", "msg"]
+    assert listed[2].content[0].type == "output_text" and listed[2].content[0].text == "b"
+    assert (listed[4].name, listed[5].output, listed[6].content[0].text) == ("f", "d", "e")
+    assert [item.id for item in client.responses.input_items.list(response.id)] == ids[::-1]
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+@pytest.mark.parametrize("limit", [3, 7])
+def test_pages(served: Served, order: Any, limit: int) -> None:
+    client = served.client()
+    response = client.responses.create(model=MODEL, input=ITEMS, max_output_tokens=1)
+    url = f"{served.url}/v1/responses/{response.id}/input_items"
+    whole = httpx.get(url, params={"order": order}, timeout=DEADLINE).json()
+    assert (whole["object"], whole["has_more"], len(whole["data"])) == ("list", False, len(ITEMS))
+    listed, after = [], None
+    while True:
+        params = {"order": order, "limit": limit} | ({} if after is None else {"after": after})
+        one = httpx.get(url, params=params, timeout=DEADLINE).json()
+        assert one.keys() == {"object", "data", "first_id", "last_id", "has_more"}
+        assert (one["first_id"], one["last_id"]) == (one["data"][0]["id"], one["data"][-1]["id"])
+        listed += one["data"]
+        after = one["last_id"]
+        if not one["has_more"]:
+            break
+        assert len(one["data"]) == limit
+    assert listed == whole["data"]
+    assert [item.id for item in client.responses.input_items.list(response.id, order=order, limit=limit)] == [
+        item["id"] for item in listed
+    ]
+    empty = httpx.get(url, params={"order": order, "after": after}, timeout=DEADLINE).json()
+    assert empty == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+
+
+def test_twenty_by_default(served: Served) -> None:
+    items = [{"role": "user", "content": f"{i}"} for i in range(25)]
+    response = served.client().responses.create(model=MODEL, input=items, max_output_tokens=1)  # type: ignore[arg-type]
+    one = httpx.get(f"{served.url}/v1/responses/{response.id}/input_items", timeout=DEADLINE).json()
+    assert len(one["data"]) == 20 and one["has_more"] and one["data"][0]["content"][0]["text"] == "24"
+
+
+def test_a_conversation(served: Served) -> None:
+    """The items of a continued response are the whole conversation. Sent as input, they are the same prompt."""
+    client = served.client()
+    first = client.responses.create(model=MODEL, input="a", max_output_tokens=3)
+    second = client.responses.create(model=MODEL, input="b", previous_response_id=first.id, max_output_tokens=3)
+    third = client.responses.create(model=MODEL, input=ITEMS, previous_response_id=second.id, max_output_tokens=3)
+    listed: list[Any] = list(client.responses.input_items.list(third.id, order="asc"))
+    assert [item.content[0].text for item in listed[:4]] == ["a", first.output_text, "b", second.output_text]
+    assert listed[1].id == first.output[0].id and len(listed) == 4 + len(ITEMS)
+    again = client.responses.create(model=MODEL, input=[item.model_dump() for item in listed], max_output_tokens=3)
+    assert third.usage is not None and again.usage is not None
+    assert again.usage.input_tokens == third.usage.input_tokens and again.output_text == third.output_text
+
+
+BAD = [("limit=0", "limit"), ("limit=101", "limit"), ("limit=a", "limit"), ("order=up", "order"), ("after=x", "after")]
+
+
+@pytest.mark.parametrize(("query", "param"), BAD)
+def test_bad_queries(served: Served, query: str, param: str) -> None:
+    response = served.client().responses.create(model=MODEL, input="hi", max_output_tokens=1)
+    check_error(httpx.get(f"{served.url}/v1/responses/{response.id}/input_items?{query}", timeout=DEADLINE), 400, param)

@@ -9,9 +9,9 @@ import pytest
 from metal_engine.output_phases import OutputPhases
 from metal_engine.settings.server_args import TOOL_GRAMMARS, ServerArgs
 from tests.server.test_errors import check_error
-from tests.support.calling import CLAUDE_TOOLS, FLAT_TOOLS, USER, answering
+from tests.support.calling import CLAUDE_TOOLS, FLAT_TOOLS, RECORD, USER, answering
 from tests.support.serving import MODEL, Served
-from tests.support.tool_formats import RECORDED, TOOLS
+from tests.support.tool_formats import TOOLS
 from tools.fixtures.fake_engine import fake_config
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -32,7 +32,7 @@ def sent(served: Served, path: str, **more: Any) -> OutputPhases | None:
     return served.runner.seen_params[-1].phases
 
 
-def serving(tool_grammar: str = "auto", text: str = RECORDED[0].text, **options: Any) -> Any:
+def serving(tool_grammar: str = "auto", text: str = RECORD.text, **options: Any) -> Any:
     return answering(text, args=ServerArgs(shutdown_timeout=1, tool_grammar=tool_grammar), **options)
 
 
@@ -56,7 +56,7 @@ def test_required_calls(tool_grammar: str) -> None:
     """Without a grammar, the prompt asks for a call, and the model writes the call in its own format."""
     calls = '[{"name": "find_trains", "parameters": {"city": "Rome"}}]'
     is_forced = tool_grammar != "never"
-    with serving(tool_grammar, calls if is_forced else RECORDED[0].text) as served:
+    with serving(tool_grammar, calls if is_forced else RECORD.text) as served:
         for path, choice in REQUIRED.items():
             sent(served, path, tool_choice=choice)
             params = served.runner.seen_params[-1]
@@ -65,7 +65,7 @@ def test_required_calls(tool_grammar: str) -> None:
         body = {**BODIES[CHAT], "tool_choice": "required", "response_format": {"type": "json_object"}}
         (choice,) = served.post(CHAT, body).json()["choices"]
         names = [call["function"]["name"] for call in choice["message"]["tool_calls"]]
-        assert names == (["find_trains"] if is_forced else [name for name, _ in RECORDED[0].calls])
+        assert names == (["find_trains"] if is_forced else [name for name, _ in RECORD.calls])
         assert choice["finish_reason"] == "tool_calls"
         prompt = served.tokenizer.decode(served.post("/tokenize", body).json()["tokens"])
         assert ("Answer with a function call." in prompt) == (not is_forced)
@@ -134,8 +134,7 @@ def test_schemas_with_wrong_types(tool_grammar: str) -> None:
                     response = served.post(path, {"model": MODEL, **BODIES[path], "tools": tools, **more})
                     assert response.status_code == 400, response.text
                     error = response.json()["error"]
-                    message = error if isinstance(error, str) else error["message"]
-                    assert message == place + problem
+                    assert (error if isinstance(error, str) else error["message"]) == place + problem
 
 
 def without_null(value: Any) -> Any:

@@ -26,7 +26,6 @@ ALTERNATING = (
 def calling() -> Iterator[Served]:
     with serve(script(RECORD.text), config=CONFIG) as served:
         yield served
-        served.wait_until_idle()
 
 
 def test_chat_completions(calling: Served) -> None:
@@ -34,8 +33,7 @@ def test_chat_completions(calling: Served) -> None:
     for choice in ({}, {"tool_choice": "auto"}):
         (answer,) = client.chat.completions.create(model=MODEL, messages=USER, tools=TOOLS, **choice).choices  # type: ignore[call-overload]
         assert (answer.finish_reason, answer.message.content) == ("tool_calls", RECORD.content)
-        calls = [(c.function.name, json.loads(c.function.arguments)) for c in answer.message.tool_calls]
-        assert calls == RECORD.calls
+        assert [(c.function.name, json.loads(c.function.arguments)) for c in answer.message.tool_calls] == RECORD.calls
     with client.chat.completions.stream(model=MODEL, messages=USER, tools=TOOLS) as stream:  # type: ignore[arg-type]
         message = stream.get_final_completion().choices[0].message
     assert message.content == RECORD.content and message.tool_calls is not None
@@ -48,7 +46,6 @@ def test_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             served.post("/v1/chat/completions", {"messages": USER, "tools": TOOLS})
         served.post("/v1/messages", {"model": MODEL, "max_tokens": 9, "messages": USER, "tools": CLAUDE_TOOLS})
-        served.wait_until_idle()
     assert sum("takes no tools" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -135,7 +132,6 @@ def test_turns_alternate_for_templates_that_want_it(last: int) -> None:
     with serve(script("x"), config=CONFIG, tokenizer=tiny_tokenizer(ALTERNATING)) as served:
         text = prompt(served, CONVERSATION[:last], tools=TOOLS)
         assert text.count("<|im_start|>user") == 2 and ("and?" in text) == (last == 5)
-        served.wait_until_idle()
 
 
 def test_a_template_that_knows_calls_is_given_them() -> None:
@@ -144,13 +140,11 @@ def test_a_template_that_knows_calls_is_given_them() -> None:
     )
     with serve(script("x"), config=CONFIG, tokenizer=tiny_tokenizer(template)) as served:
         assert prompt(served, CONVERSATION) == "user;assistant2;tool;tool;user;"
-        served.wait_until_idle()
 
 
 @pytest.mark.parametrize("call", [{}, {"function": 1}, {"function": {"name": 1}}, {"function": {"name": "x" * 257}}])
 def test_calls_without_a_name_are_refused(calling: Served, call: dict[str, Any]) -> None:
-    body = {"messages": [*USER, {"role": "assistant", "tool_calls": [call]}]}
-    response = calling.post("/v1/chat/completions", body)
+    response = calling.post("/v1/chat/completions", {"messages": [*USER, {"role": "assistant", "tool_calls": [call]}]})
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == "messages" and "messages[1].tool_calls[0].function.name" in error["message"]

@@ -23,11 +23,12 @@ from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.settings.server_args import ServerArgs
 from metal_engine.text.tokenizer import Tokenizer
 from tests.server.test_errors import check_error
-from tests.support.calling import USER, answering
+from tests.support.calling import RECORD, USER, answering
+from tests.support.golden import GOLDEN_TOOLS, GoldenCase, calling_cases
 from tests.support.serving import MODEL, Served, serve
 from tests.support.splitting import THINK, answer_format
 from tests.support.sweeps import sweep
-from tests.support.tool_formats import MALFORMED, RECORDED, TOOLS, Recorded
+from tests.support.tool_formats import TOOLS
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, byte_ids, fake_config, generated, tiny_tokenizer
 
 # Parsers whose streams differ: arguments as they are written, and whole calls.
@@ -55,31 +56,34 @@ def streamed(served: Served, **body: Any) -> tuple[dict[str, Any], str | None]:
     return message, reason
 
 
-@pytest.mark.parametrize("recorded", sweep(RECORDED, lambda r: r.parser in QUICK), ids=lambda r: r.parser)
-def test_every_format(recorded: Recorded) -> None:
-    text = f"<think>\nhm\n</think>\n{recorded.text}"
-    with answering(text, answer_format(recorded.parser)) as served:
-        completion = served.client().chat.completions.create(model=MODEL, messages=USER, tools=TOOLS)  # type: ignore[arg-type]
-        (choice,) = completion.choices
+@pytest.mark.parametrize("recorded", sweep(calling_cases(), lambda case: case.parser in QUICK), ids=str)
+def test_every_format(recorded: GoldenCase) -> None:
+    with answering(f"<think>\nhm\n</think>\n{recorded.text}", answer_format(recorded.parser)) as served:
+        (choice,) = served.client().chat.completions.create(model=MODEL, messages=USER, tools=GOLDEN_TOOLS).choices
         message = choice.message
-        assert message.content == (recorded.content or None)
+        assert message.content == recorded.content
         assert message.reasoning == message.reasoning_content == "hm"  # type: ignore[attr-defined]
         assert choice.finish_reason == "tool_calls" and message.tool_calls is not None
-        calls = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls]  # type: ignore[union-attr]
-        assert calls == recorded.calls
-        in_stream, reason = streamed(served, tools=TOOLS)
+        assert [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls] == recorded.calls
+        in_stream, reason = streamed(served, tools=GOLDEN_TOOLS)
         assert reason == "tool_calls"
-        assert in_stream["content"] == recorded.content
+        assert in_stream["content"] == (recorded.content or "")
         assert in_stream["reasoning"] == in_stream["reasoning_content"] == "hm"
         assert [(name, json.loads(arguments)) for name, arguments in in_stream["calls"]] == recorded.calls
 
 
-@pytest.mark.parametrize("name", ["json_tools", "mistral"])
+# Parser -> text that starts like a call of that format but is not a call.
+MALFORMED = {
+    "json_tools": "Hm. <tool_call>\n{'name': get_weather}\n</tool_call> So be it.",
+    "mistral": 'Hm. [TOOL_CALLS]get_weather[ARGS]{"city": So be it.',
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_call_is_text(name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "metal_engine")
     with answering(MALFORMED[name], answer_format(name)) as served:
-        completion = served.client().chat.completions.create(model=MODEL, messages=USER, tools=TOOLS)  # type: ignore[arg-type]
-        (choice,) = completion.choices
+        (choice,) = served.client().chat.completions.create(model=MODEL, messages=USER, tools=TOOLS).choices
         assert (choice.message.content, choice.finish_reason) == (MALFORMED[name], "stop")
         assert choice.message.tool_calls is None
         message, reason = streamed(served, tools=TOOLS)
@@ -92,7 +96,7 @@ def test_a_malformed_call_is_text(name: str, caplog: pytest.LogCaptureFixture) -
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Served]:
     """Yield a server whose model calls two tools, without reasoning."""
-    with answering(RECORDED[0].text) as served:
+    with answering(RECORD.text) as served:
         yield served
 
 
@@ -108,7 +112,7 @@ def test_the_template_is_shown_the_tools(plain: Served) -> None:
     # Without a choice of tools, calls are text.
     body = {"messages": USER, "tools": TOOLS, "tool_choice": "none"}
     (choice,) = plain.post("/v1/chat/completions", body).json()["choices"]
-    assert (choice["message"]["content"], choice["finish_reason"]) == (RECORDED[0].text, "stop")
+    assert (choice["message"]["content"], choice["finish_reason"]) == (RECORD.text, "stop")
     assert "tool_calls" not in choice["message"]
 
 
@@ -116,7 +120,7 @@ def test_one_call_and_none(plain: Served) -> None:
     message, _ = streamed(plain, tools=TOOLS, parallel_tool_calls=False)
     assert [name for name, _ in message["calls"]] == ["get_weather"]
     message, reason = streamed(plain, tools=TOOLS, max_tokens=60)
-    assert (message["calls"], message["content"], reason) == ([], RECORDED[0].text[:60], "length")
+    assert (message["calls"], message["content"], reason) == ([], RECORD.text[:60], "length")
 
 
 def test_a_begun_call_that_is_none_in_other_endpoints() -> None:
@@ -196,18 +200,14 @@ def test_a_prompt_that_begins_the_reasoning() -> None:
 
 
 # Output, whether the template starts the reasoning, number of reasoning tokens: one per byte, with the marks.
-COUNTED = [
+@pytest.mark.parametrize(("text", "begun", "count"), [
     ("hm\n</think>\n\nYes.", True, len("hm\n</think>")),
     ("<think>hm</think>Yes.<think>é", False, len(">hm</think>") + len(">") + 2),
     ("No </think>.", False, 0),
-]
-
-
-@pytest.mark.parametrize(("text", "begun", "count"), COUNTED)
+])  # fmt: skip
 def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> None:
     """A parser for tools and tools in the response do not change the count."""
-    template = "{{ tools }}{{ messages[0].content }}" + ("<think>\n" if begun else "")
-    with answering(text, template=template) as served:
+    with answering(text, template="{{ tools }}{{ messages[0].content }}" + ("<think>\n" if begun else "")) as served:
         client = served.client()
         for tools in ([], TOOLS):
             whole = client.chat.completions.create(model=MODEL, messages=USER, n=2, tools=tools)
@@ -321,5 +321,4 @@ def test_marks_that_are_special_tokens_are_seen() -> None:
     with serve(next_token, tokenizer=tokenizer, answer_format=known, config=config) as served:
         message, _ = streamed(served)
         assert (message["reasoning"], message["content"]) == ("hm", "Yes")
-        text = served.post("/v1/completions", {"prompt": "a"}).json()["choices"][0]["text"]
-        assert text == "hmYes"
+        assert served.post("/v1/completions", {"prompt": "a"}).json()["choices"][0]["text"] == "hmYes"

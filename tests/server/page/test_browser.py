@@ -15,7 +15,7 @@ import pytest
 
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.settings.server_args import ServerArgs
-from tests.support.browsing import DESK, PHONE, hold_after, page_of, picture_of, say, texts, wait_for_answer
+from tests.support.browsing import DESK, PHONE, ask, hold_after, page_of, picture_of, say, texts, wait_for_answer
 from tests.support.calling import answering
 from tests.support.serving import Served, serve, wait_until
 from tests.support.speculation import propose_from, speculative_config
@@ -48,8 +48,7 @@ def page(browser: Browser, served: Served) -> Iterator[Page]:
 def test_an_answer_is_streamed_as_markdown_with_what_it_took(browser: Browser) -> None:
     with serve(script(MARKDOWN), step_time=0.005) as served, page_of(browser, served) as page:
         for number in (1, 2):
-            say(page, "Show me")
-            wait_for_answer(page, number)
+            ask(page, "Show me", number)
         answer = page.locator(".message.assistant").first
         assert answer.locator("h1").inner_text() == "A title" and answer.locator("strong").inner_text() == "bold"
         assert answer.locator("pre").inner_text().strip() == "print(1)" and answer.locator("li").count() == 2
@@ -66,11 +65,9 @@ def test_under_an_answer_are_its_accepted_drafts(browser: Browser) -> None:
     config = fake_config(speculative=speculative)
     with serve(script("again and " * 30), config=config, step_time=0.005) as served, page_of(browser, served) as page:
         propose_from(served.core, NgramProposer(speculative))
-        other = {"prompt": "again and again and", "max_tokens": 200}
-        assert served.post("/v1/completions", other).status_code == 200
+        assert served.post("/v1/completions", {"prompt": "again and again and", "max_tokens": 200}).status_code == 200
         before = served.engine.metrics.num_draft_tokens, sum(served.engine.metrics.num_accepted_tokens)
-        say(page, "Go on")
-        wait_for_answer(page)
+        ask(page, "Go on")
         figures = page.locator(".message.assistant .figures", has_text="drafts accepted")
         after = served.engine.metrics.num_draft_tokens, sum(served.engine.metrics.num_accepted_tokens)
         proposed, accepted = after[0] - before[0], after[1] - before[1]
@@ -82,8 +79,7 @@ def test_under_an_answer_are_its_accepted_drafts(browser: Browser) -> None:
 
 def test_what_a_model_writes_cannot_hurt(browser: Browser) -> None:
     with serve(script(HOSTILE)) as served, page_of(browser, served) as page:
-        say(page, "Hurt me")
-        wait_for_answer(page)
+        ask(page, "Hurt me")
         body = page.locator(".message.assistant .body")
         assert "the end" in body.inner_text() and page.evaluate("window.hurt") is None
         assert body.locator("script, img, iframe, form, input, svg, [onclick], [style]").count() == 0
@@ -123,10 +119,8 @@ def test_a_reload_in_the_middle_ends_the_request_and_keeps_what_there_was(page: 
 
 def test_edits_and_repetitions_are_branches(browser: Browser) -> None:
     with serve(script("yes")) as served, page_of(browser, served) as page:
-        say(page, "First")
-        wait_for_answer(page)
-        say(page, "Second")
-        wait_for_answer(page, 2)
+        ask(page, "First")
+        ask(page, "Second", 2)
         page.get_by_label("Answer again").last.click()
         wait_for_answer(page, 2)
         assert "2 of 2" in page.locator(".message").nth(3).inner_text()
@@ -147,8 +141,7 @@ def test_conversations_are_kept_and_deleted(browser: Browser) -> None:
         page.on("dialog", lambda dialog: dialog.accept())
         for text in ("One", "Two"):
             page.click("#conversation-new")
-            say(page, text)
-            wait_for_answer(page)
+            ask(page, text)
         assert texts(page, "#conversations option")[0] == "Two"
         page.select_option("#conversations", label="One")
         assert texts(page, ".message.user .body") == ["One"]
@@ -166,8 +159,7 @@ def test_settings_reach_the_sampler(browser: Browser) -> None:
         page.get_by_label("Tokens at most").fill("2")
         page.get_by_label("System prompt").fill("Be brief.")
         page.reload()
-        say(page, "Hi")
-        wait_for_answer(page)
+        ask(page, "Hi")
         (params,) = served.runner.seen_params
         assert (params.temperature, params.max_tokens) == (0.25, 2)
         assert "cut at the token limit" in page.locator(".message.assistant").inner_text()
@@ -177,8 +169,7 @@ def test_settings_reach_the_sampler(browser: Browser) -> None:
 
 def test_reasoning_is_folded(browser: Browser) -> None:
     with answering(THOUGHT) as served, page_of(browser, served) as page:
-        say(page, "Hi")
-        wait_for_answer(page)
+        ask(page, "Hi")
         assert texts(page, ".message.assistant .body") == ["It is sunny."]
         details = page.locator("details.reasoning")
         assert details.get_attribute("open") is None and not details.locator(".text").is_visible()
@@ -192,8 +183,7 @@ def test_calls_are_shown_and_answered(browser: Browser) -> None:
         page.click("#settings-open")
         page.get_by_label("Tools, as OpenAI's JSON list").fill(json.dumps(TOOLS))
         page.click("#settings-open")
-        say(page, "The weather in Rome?")
-        wait_for_answer(page)
+        ask(page, "The weather in Rome?")
         call = page.locator("details.call").first
         assert "Call of weather" in call.inner_text()
         assert json.loads(call.locator("code").inner_text()) == {"city": "Rome"}
@@ -309,16 +299,14 @@ def test_a_cache_too_large_to_fill_says_so(browser: Browser) -> None:
 def test_the_key_is_asked_for_and_forgotten_with_the_tab(browser: Browser) -> None:
     with serve(script("yes"), args=ServerArgs(api_key=("sesame",))) as served:
         with page_of(browser, served, live=False) as page:
-            dialog = page.locator("#key-dialog")
-            dialog.wait_for()
+            page.locator("#key-dialog").wait_for()
             page.fill("#key", "wrong")
             page.get_by_role("button", name="Use it").click()
             page.wait_for_selector("#key-problem:not([hidden])")
             page.fill("#key", "sesame")
             page.get_by_role("button", name="Use it").click()
             page.wait_for_selector("#connection[data-state=live]")
-            say(page, "Hi")
-            wait_for_answer(page)
+            ask(page, "Hi")
             page.reload()
             page.wait_for_selector("#connection[data-state=live]")
             assert "sesame" not in page.evaluate("JSON.stringify(localStorage)")
@@ -398,8 +386,7 @@ def test_an_accessibility_checker_finds_nothing(browser: Browser, scheme: str, v
 
     with serve(script(MARKDOWN)) as served, page_of(browser, served, viewport=viewport, color_scheme=scheme) as page:
         check(page, "at first")
-        say(page, "Show me")
-        wait_for_answer(page)
+        ask(page, "Show me")
         page.click("#settings-open")
         check(page, "after an answer")
         page.click("#connect-open")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.browsing import DESK, PHONE, page_of, say, texts, wait_for_answer
+from tests.support.browsing import DESK, PHONE, ask, page_of, say, texts, wait_for_answer
 from tests.support.serving import MODEL, serve
 from tools.fixtures.fake_engine import fake_config, script
 
@@ -52,8 +52,7 @@ def test_text_that_is_too_much_for_markdown_is_shown_as_it_is(browser: Browser) 
         assert page.locator(".message.assistant .body.plain").all_text_contents() == list(TOO_MUCH.values())
         assert page.locator(".foot", has_text="shown as plain text").count() == len(TOO_MUCH)
         page.click("#conversation-new")
-        say(page, "Go on")
-        wait_for_answer(page)
+        ask(page, "Go on")
         assert page.locator(".message.assistant .body strong").inner_text() == "yes"
 
 
@@ -61,8 +60,7 @@ def test_an_answer_that_stops_markdown_is_streamed_as_it_is(browser: Browser) ->
     text = TOO_MUCH["quotes"]
     config = fake_config(num_blocks=1024, max_model_len=8192)
     with serve(script(text), config=config) as served, page_of(browser, served) as page:
-        say(page, "Hurt me")
-        wait_for_answer(page)
+        ask(page, "Hurt me")
         assert page.locator(".message.assistant .body").text_content() == text
 
 
@@ -78,14 +76,12 @@ def test_what_went_wrong_is_red_and_a_whole_answer_is_copied(browser: Browser) -
     text = "# A title\n\nand **more**"
     with serve(script(text)) as served, page_of(browser, served) as page:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-        say(page, "Hi")
-        wait_for_answer(page)
+        ask(page, "Hi")
         page.get_by_label("Copy this answer").click()
         page.wait_for_function("text => navigator.clipboard.readText().then(copied => copied === text)", arg=text)
         page.click("#settings-open")
         page.get_by_label("Tokens at most").fill("1000000")
-        say(page, "More")
-        wait_for_answer(page, 2)
+        ask(page, "More", 2)
         assert page.locator(".message.assistant .problem").count() == 1
         assert page.locator(".message.assistant .ending").count() == 0
 
@@ -107,8 +103,7 @@ def test_conversations_are_found_named_and_exported(browser: Browser) -> None:
         page.on("dialog", lambda dialog: dialog.accept("My: name"))
         for text in ("About bees", "About bread"):
             page.click("#conversation-new")
-            say(page, text)
-            wait_for_answer(page)
+            ask(page, text)
         page.click("#search-open")
         page.fill("#search", "ABOUT B")
         assert texts(page, "#search-count") == ["2 conversations"]
@@ -135,8 +130,7 @@ def test_conversations_are_found_named_and_exported(browser: Browser) -> None:
 def test_a_new_name_is_not_overwritten_by_a_late_save_of_the_answer_before(browser: Browser) -> None:
     with serve(script("yes")) as served, page_of(browser, served) as page:
         page.on("dialog", lambda dialog: dialog.accept("My name"))
-        say(page, "About bees")
-        wait_for_answer(page)
+        ask(page, "About bees")
         page.click("#conversation-new")
         page.select_option("#conversations", label="About bees")
         page.click("#conversation-more summary")
@@ -169,13 +163,11 @@ def test_the_sampling_in_effect_is_shown(browser: Browser, recommended: dict[str
         assert texts(page, "#sampling") == [f"Sampling: {shown}"]
         page.click("#settings-open")
         assert page.get_by_label("Temperature").get_attribute("placeholder") == str(temperature)
-        say(page, "Hi")
-        wait_for_answer(page)
+        ask(page, "Hi")
         page.get_by_label("Temperature").fill("1.5")
         page.get_by_label("Temperature").press("Tab")
         assert "temperature 1.5 (yours)" in page.locator("#sampling").inner_text()
-        say(page, "Hi again")
-        wait_for_answer(page, 2)
+        ask(page, "Hi again", 2)
         assert [params.temperature for params in served.runner.seen_params] == [temperature, 1.5]
 
 
@@ -189,10 +181,8 @@ def test_the_new_parts_can_be_used_by_everybody(browser: Browser) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     with serve(script("yes")) as served, page_of(browser, served, viewport=DESK) as page:
         page.on("dialog", lambda dialog: dialog.dismiss())
-        say(page, "Hi")
-        wait_for_answer(page)
-        menu = page.locator("#conversation-more summary")
-        menu.press("Enter")
+        ask(page, "Hi")
+        page.locator("#conversation-more summary").press("Enter")
         assert page.locator("#conversation-rename").is_visible() and not axe.run(page).response["violations"]
         page.keyboard.press("Tab")
         page.keyboard.press("Escape")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metal_engine.settings.server_args import ServerArgs
-from tests.support.browsing import page_of, say, texts, wait_for_answer
+from tests.support.browsing import ask, page_of, texts, wait_for_answer
 from tests.support.image_files import data_url, encoded, picture
 from tests.support.image_serving import serve_seeing
 from tests.support.serving import Served, serve
@@ -138,13 +138,11 @@ def test_images_are_chosen_removed_shown_and_sent(page: Page) -> None:
     assert attached(page) == ["a.png", "b.jpg", "a.png"]
     page.get_by_label("Remove a.png").first.click()
     assert attached(page) == ["b.jpg", "a.png"]
-    say(page, "What is this?")
-    wait_for_answer(page)
+    ask(page, "What is this?")
     assert contents == [parts(URL_B, URL_A, text="What is this?")]
     assert shown(page) == [["b.jpg", "a.png"]] and attached(page) == []
     assert "64 image tokens" in page.locator(".message.assistant .figures").inner_text()
-    say(page, "And now?")
-    wait_for_answer(page, 2)
+    ask(page, "And now?", 2)
     assert contents[1] == "And now?"
     assert "64 image tokens" in page.locator(".message.assistant .figures").last.inner_text()
 
@@ -177,8 +175,7 @@ def test_images_are_pasted_and_dropped(page: Page) -> None:
 def test_branches_keep_their_images(page: Page) -> None:
     contents = sent(page)
     choose(page, FILE_A, FILE_B)
-    say(page, "First")
-    wait_for_answer(page)
+    ask(page, "First")
     page.get_by_label("Answer again").click()
     wait_for_answer(page)
     page.get_by_label("Edit and send again").click()
@@ -207,8 +204,7 @@ def test_images_are_deleted_with_their_conversation(page: Page) -> None:
     for name in ("One", "Two"):
         page.click("#conversation-new")
         choose(page, FILE_A)
-        say(page, name)
-        wait_for_answer(page)
+        ask(page, name)
     wait_until_stored(page, 2)
     page.click("#conversation-more summary")
     page.click("#conversation-delete")
@@ -228,14 +224,12 @@ def test_a_browser_that_stores_no_more_keeps_the_newest_images(
         for name in ("Old", "New"):
             page.click("#conversation-new")
             choose(page, large)
-            say(page, name)
-            wait_for_answer(page)
+            ask(page, name)
             old = wait_until_stored(page, 1, but=old)
         # There is no space for this image: it lasts until the page is closed.
         larger = large_file(tmp_path, "larger.png", 3)
         choose(page, larger)
-        say(page, "More")
-        wait_for_answer(page, 2)
+        ask(page, "More", 2)
         page.get_by_label("Answer again").last.click()
         wait_for_answer(page, 2)
         assert contents[-1] == contents[-2] == parts(data_url(larger.read_bytes()), text="More")
@@ -244,8 +238,7 @@ def test_a_browser_that_stores_no_more_keeps_the_newest_images(
         assert page.locator(".message .image img").count() == 1
         page.get_by_label("Answer again").last.click()
         wait_for_answer(page, 2)
-        note = {"type": "text", "text": "(This image is no longer available.)"}
-        assert contents[-1] == [note, *parts(text="More")]
+        assert contents[-1] == [{"type": "text", "text": "(This image is no longer available.)"}, *parts(text="More")]
         page.select_option("#conversations", label="Old")
         page.locator(".message .image", has_text="large.png: no longer stored").wait_for()
 
@@ -254,8 +247,7 @@ def test_a_browser_that_stores_no_more_keeps_the_newest_images(
 def test_the_page_holds_thumbnails_only(page: Page) -> None:
     photo = {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": encoded(picture(3000, 1500), "JPEG")}
     choose(page, photo, {**FILE_A, "name": "wide.png", "buffer": encoded(picture(2000, 16))})
-    say(page, "See")
-    wait_for_answer(page)
+    ask(page, "See")
     shown(page)
     sizes = page.locator(".message img").evaluate_all("all => all.map((i) => [i.naturalWidth, i.naturalHeight])")
     assert sizes == [[320, 160], [320, 3]]
@@ -266,15 +258,13 @@ def test_the_page_holds_thumbnails_only(page: Page) -> None:
 
 
 def test_an_error_of_the_server_is_shown_and_the_image_can_be_removed(browser: Browser, tmp_path: Path) -> None:
-    args = ServerArgs(max_body_size=1 << 20)
-    with serve_seeing(args=args) as served, page_of(browser, served) as page:
+    with serve_seeing(args=ServerArgs(max_body_size=1 << 20)) as served, page_of(browser, served) as page:
         served.runner.next_token = script("yes")
         refused = ("messages[0].content[0].image_url.url", "broken")
         for file, told in ((BROKEN, refused), (large_file(tmp_path, "large.png", 1), ("--max-body-size",))):
             page.click("#conversation-new")
             choose(page, file)
-            say(page, "See")
-            wait_for_answer(page)
+            ask(page, "See")
             problem = page.locator(".message.assistant .problem").inner_text()
             assert all(words in problem for words in told)
             page.get_by_label("Edit and send again").click()
@@ -292,8 +282,7 @@ def test_more_than_the_server_takes_is_not_read(page: Page, tmp_path: Path) -> N
         choose(page, large)
     choose(page, large_file(tmp_path, "huge.png", 20))
     assert texts(page, "#image-note") == ["huge.png has more than 20 MiB."]
-    say(page, "See")
-    wait_for_answer(page)
+    ask(page, "See")
     problem = page.locator(".message.assistant .problem").inner_text()
     assert problem == "the images up to here have more than 64 MiB" and not contents
 
@@ -307,8 +296,7 @@ def test_a_model_without_images_says_why(browser: Browser) -> None:
             assert give(page, kind, FILE_A)
             assert texts(page, "#image-note") == [f"Images cannot be sent: {refusal}."]
         assert page.locator("#attached .image").count() == 0
-        say(page, "Hi")
-        wait_for_answer(page)
+        ask(page, "Hi")
         assert not page.locator("#image-note").is_visible()
 
 
@@ -317,8 +305,7 @@ def test_the_tape_counts_image_tokens(browser: Browser) -> None:
     with serve_seeing(max_num_batched_tokens=64) as served, page_of(browser, served) as page:
         served.runner.next_token = script("yes")
         choose(page, FILE_A, FILE_A, FILE_B)
-        say(page, "What?")
-        wait_for_answer(page)
+        ask(page, "What?")
         counted = """async () => (await import("/page/js/main.js")).tape.rows.flatMap((row) => row.segments)
             .map(([, tokens, context, , drafts, images]) => [context, context + tokens, images ?? 0])"""
         page.wait_for_function(f"() => ({counted})().then((all) => all.length > 3)")

@@ -13,45 +13,49 @@ from metal_engine import __version__
 from metal_engine.server.page.files import INDEX, PREFIX, STATIC, load_files
 from metal_engine.server.status.pages import LINKS
 from metal_engine.settings.server_args import ServerArgs
-from tests.support.serving import MODEL, Served, serve
+from tests.support.serving import DEADLINE, MODEL, Served, serve
 
-CLIENT = httpx.Client()  # shared, because making a client takes longer than a request
+CLIENT = httpx.Client(timeout=DEADLINE)  # shared, because making a client takes longer than a request
 HTML = {"accept": "text/html,application/xhtml+xml;q=0.9"}
 FILES = sorted(load_files())
 
 
-class Index(HTMLParser):
-    """Tags of the page, and URLs that it loads or links to."""
+class Page(HTMLParser):
+    """Elements of a page, which must be closed, and have ids of their own and nothing inline."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, response: httpx.Response) -> None:
         super().__init__()
-        self.loaded: list[str] = []
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "text/html; charset=utf-8"
+        assert response.headers["content-security-policy"].startswith("default-src 'none'")
+        self.tags: set[str] = set()
+        self.loaded: list[str] = []  # URLs that the page loads
         self.links: list[str] = []
         self.ids: list[str] = []
-        self.script = ""
-        self._in_script = False
-        self.feed(text)
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(response.text)
+        assert not self.open and len(set(self.ids)) == len(self.ids)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
         assert not any(name.startswith("on") or name == "style" for name in given), f"inline: {tag} {given}"
-        self.loaded += [given[name] for name in ("src",) if name in given]
+        self.tags.add(tag)
+        self.loaded += [given["src"]] if "src" in given else []
         (self.loaded if tag == "link" else self.links).extend([given["href"]] if "href" in given else [])
         self.ids += [given["id"]] if "id" in given else []
-        self._in_script = tag == "script"
+        self.open += [] if tag in ("meta", "link", "input", "img", "br") else [tag]
 
     def handle_data(self, data: str) -> None:
-        self.script += data if self._in_script else ""
+        assert self.open[-1:] != ["script"] or not data.strip(), "inline"
+        self.text += data
 
     def handle_endtag(self, tag: str) -> None:
-        self._in_script = False
+        assert self.open.pop() == tag
 
 
 def test_the_page(served: Served) -> None:
-    response = CLIENT.get(served.url + "/", headers=HTML)
-    assert response.status_code == 200 and response.headers["content-type"] == "text/html; charset=utf-8"
-    page = Index(response.text)
-    assert not page.script.strip() and len(set(page.ids)) == len(page.ids)
+    page = Page(CLIENT.get(served.url + "/", headers=HTML))
     assert set(LINKS.values()) <= set(page.links)
     for path in page.loaded:
         assert path.startswith(PREFIX) and CLIENT.get(served.url + path).status_code == 200
@@ -112,11 +116,14 @@ def test_the_page_is_open_and_what_it_shows_is_not() -> None:
             for method in ("GET", "HEAD"):
                 assert CLIENT.request(method, served.url + path, headers=HTML).status_code == 200
         assert MODEL not in CLIENT.get(served.url + "/", headers=HTML).text
-        for path in ("/", "/watch", "/v1/models", "/docs", "/page"):
-            assert CLIENT.get(served.url + path).status_code == 401
+        for path in ("/", "/watch", "/v1/models", "/docs", "/redoc", "/tokenizer_info", "/page"):
+            for method in ("GET", "HEAD"):
+                assert CLIENT.request(method, served.url + path).status_code == 401
+        assert CLIENT.head(served.url + "/health").status_code == 200
+        assert CLIENT.head(served.url + "/v1/models", headers={"x-api-key": "k"}).status_code == 200
         assert CLIENT.get(served.url + "/watch?seconds=0", headers={"authorization": "Bearer k"}).status_code == 200
     with serve() as served:
-        for path in ("/", "/watch", PREFIX + "js/main.js"):
+        for path in ("/", "/watch", "/docs", PREFIX + "js/main.js"):
             assert CLIENT.get(served.url + path, headers={"host": "evil.example", **HTML}).status_code == 403
 
 

@@ -22,11 +22,6 @@ from tools.fixtures.fake_engine import fake_config
 CLIENT = httpx.Client(timeout=DEADLINE)
 
 
-def viewers_of(served: Served) -> Viewers:
-    app: Any = served.server.config.app
-    return app.state.viewer_registry.of(None)
-
-
 @contextlib.contextmanager
 def looking(served: Served) -> Iterator[tuple[PoolPicture, Iterator[tuple[str, dict[str, Any]]]]]:
     """Yield a viewer that has read its snapshot."""
@@ -39,7 +34,8 @@ def looking(served: Served) -> Iterator[tuple[PoolPicture, Iterator[tuple[str, d
 
 
 def wait_for_nobody(served: Served) -> None:
-    wait_until(lambda: not len(viewers_of(served)), "viewers to leave")
+    viewers = served.server.config.app.state.viewer_registry.of(None)
+    wait_until(lambda: not len(viewers), "viewers to leave")
     wait_until(lambda: served.core._observer is None, "the watch to end")
 
 
@@ -49,7 +45,6 @@ def small() -> Iterator[Served]:
     with serve(config=fake_config(num_blocks=24, max_num_batched_tokens=32)) as served:
         yield served
         wait_for_nobody(served)
-        served.wait_until_idle()
 
 
 def complete(served: Served, prompt: str, max_tokens: int, n: int = 1) -> None:

@@ -44,8 +44,7 @@ def scrape(served: Served) -> dict[str, dict[tuple[str, ...], float]]:
             if sample.name.startswith("metal_engine:"):
                 labels = dict(sample.labels)
                 assert labels.pop("model_name") == MODEL
-                name = sample.name.removeprefix("metal_engine:")
-                samples.setdefault(name, {})[tuple(labels.values())] = sample.value
+                samples.setdefault(sample.name.removeprefix("metal_engine:"), {})[tuple(labels.values())] = sample.value
     return samples
 
 
@@ -79,7 +78,6 @@ def test_loads() -> None:
         served.runner.running.set()
         for stream in streams:
             list(stream)
-        served.wait_until_idle()
 
 
 def test_layers_by_what_computes_their_attention() -> None:
@@ -114,10 +112,8 @@ def test_what_the_device_is_given() -> None:
 
 
 def test_formats(served: Served) -> None:
-    plain = httpx.get(served.url + "/metrics")
-    assert plain.headers["content-type"].startswith("text/plain")
-    wanted = {"accept": "application/openmetrics-text; version=1.0.0"}
-    response = httpx.get(served.url + "/metrics", headers=wanted)
+    assert httpx.get(served.url + "/metrics").headers["content-type"].startswith("text/plain")
+    response = httpx.get(served.url + "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
 
@@ -136,8 +132,7 @@ def test_requests_are_counted() -> None:
             next(iter(stream))
         served.wait_until_idle()
         samples = scrape(served)
-        tokens = value(samples, "generation_tokens_total")
-        cut = tokens - 10
+        cut = value(samples, "generation_tokens_total") - 10
         assert 1 <= cut < 400
         assert value(samples, "prompt_tokens_total") == 20 + 20 + 9
         assert value(samples, "prefix_cache_queries_total") == 20 + 20 + 9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import httpx
@@ -11,7 +10,7 @@ import pytest
 
 from metal_engine.server.embeddings.protocol import EmbeddingBody, RerankBody, ScoreBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
-from metal_engine.settings.server_args import ServerArgs
+from tests.server.page.test_files import Page
 from tests.support.raw_http import crowd, get, rest
 from tests.support.serving import Served, serve
 
@@ -20,76 +19,35 @@ OUTSIDE_THE_SCHEMA = {"/docs", "/openapi", "/json", "/watch"}
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
 
 
-class Page(HTMLParser):
-    """Elements of a page that matter here."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.links: list[str] = []
-        self.ids: set[str] = set()
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        for name, value in attrs:
-            if name == "href":
-                self.links.append(value or "")
-            if name == "id":
-                assert value not in self.ids
-                self.ids.add(value or "")
-            assert name not in ("src", "style", "onclick")
-        if tag not in ("meta",):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def read_page(response: httpx.Response) -> Page:
-    assert response.status_code == 200
-    assert response.headers["content-type"] == "text/html; charset=utf-8"
-    assert response.headers["content-security-policy"].startswith("default-src 'none'")
-    page = Page(response.text)
-    assert not page.open
-    assert not page.tags & {"script", "link", "img", "iframe", "form", "object"}
-    assert "//" not in "".join(page.links) and "@import" not in response.text and "url(" not in response.text
-    return page
-
-
 def test_docs_have_every_path_field_and_type(served: Served) -> None:
-    page = read_page(httpx.get(served.url + "/docs"))
+    response = httpx.get(served.url + "/docs")
+    page = Page(response)
+    assert not page.tags & {"script", "link", "img", "iframe", "form", "object"} and not page.loaded
+    assert "//" not in "".join(page.links) and "@import" not in response.text and "url(" not in response.text
     schema = httpx.get(served.url + "/openapi.json").json()
     for path, operations in schema["paths"].items():
         for method in operations:
             assert f"{method.upper()} {path}" in page.text
     components = schema["components"]["schemas"]
-    assert page.ids == set(components)
-    assert {link.removeprefix("#") for link in page.links if link.startswith("#")} <= page.ids
+    assert set(page.ids) == set(components)
+    assert {link.removeprefix("#") for link in page.links if link.startswith("#")} <= set(page.ids)
     for one in components.values():
         assert all(name in page.text for name in one.get("properties", {}))
     assert re.search(
         r"prompt\s*string or list of string or list of integer or list of list of integer\s*required", page.text
     )
-    assert httpx.get(served.url + "/redoc").text == httpx.get(served.url + "/docs").text
+    assert httpx.get(served.url + "/redoc").text == response.text
 
 
 def test_every_endpoint_is_on_the_page(served: Served) -> None:
     paths = httpx.get(served.url + "/openapi.json").json()["paths"]
     section = TEXT[TEXT.index("## Endpoints") : TEXT.index("### Streams")]
     documented = set(re.findall(r"(/[\w/{}]+)", section)) - OUTSIDE_THE_SCHEMA
-    served_paths = {re.sub(r"{\w+(:path)?}", "{id}", path) for path in paths}
-    assert served_paths == documented
+    assert {re.sub(r"{\w+(:path)?}", "{id}", path) for path in paths} == documented
 
 
 def test_every_parameter_is_on_the_page() -> None:
-    section = TEXT[TEXT.index("## Parameters") : TEXT.index("## Errors")]
-    names = set(re.findall(r"`(\w+)`", section))
+    names = set(re.findall(r"`(\w+)`", TEXT[TEXT.index("## Parameters") : TEXT.index("## Errors")]))
     bodies = (CompletionBody, ChatCompletionBody, EmbeddingBody, RerankBody, ScoreBody)
     declared = {name for body in bodies for name in body.model_fields} - {"model", "prompt", "messages"}
     assert declared <= names, declared - names
@@ -113,16 +71,3 @@ def test_head_while_draining() -> None:
         for path in ("/health", "/ready"):
             assert httpx.head(served.url + path).status_code == 503
         assert httpx.get(served.url + "/ready").json() == {"ready": False}
-
-
-def test_pages_are_behind_the_key_and_the_hosts() -> None:
-    with serve(args=ServerArgs(api_key=("k",))) as served:
-        for path in ("/", "/docs", "/redoc", "/tokenizer_info"):
-            for method in ("GET", "HEAD"):
-                assert httpx.request(method, served.url + path).status_code == 401
-                assert httpx.request(method, served.url + path, headers={"x-api-key": "k"}).status_code in (200, 405)
-        assert httpx.head(served.url + "/health").status_code == 200
-        assert httpx.head(served.url + "/v1/models").status_code == 401
-    with serve() as served:
-        for path in ("/", "/docs"):
-            assert httpx.get(served.url + path, headers={"host": "evil.example"}).status_code == 403

@@ -43,7 +43,6 @@ def test_any_name() -> None:
         assert response.json()["model"] == "demo"
         assert served.post("/v1/messages/count_tokens", body).status_code == 200
         assert served.post("/tokenize", {"model": "x", "prompt": "hi"}).status_code == 200
-        served.wait_until_idle()
     with serve(names=("*",)) as served:
         (model,) = served.client().models.list()
         assert model.id == served.engine.config.model.name
@@ -111,8 +110,7 @@ def test_bad_tokenizations(served: Served) -> None:
 def test_tokenizer_info(served: Served, tmp_path: Path) -> None:
     info = httpx.get(served.url + "/tokenizer_info").json()
     assert (info["tokenizer_class"], info["model_max_length"]) == (type(served.tokenizer.hf_tokenizer).__name__, 512)
-    marks = [info[f"{name}_token"] for name in ("bos", "eos", "pad", "unk")]
-    assert marks == [None, "<|im_end|>", None, None]
+    assert [info[f"{name}_token"] for name in ("bos", "eos", "pad", "unk")] == [None, "<|im_end|>", None, None]
     assert info["chat_template"] == CHAT_TEMPLATE
     assert info["added_tokens_decoder"][str(EOS)] == {"content": "<|im_end|>", "special": True}
     # A tokenizer loaded from files does not reveal their location.
@@ -126,8 +124,7 @@ def test_a_remote_tokenizer(served: Served) -> None:
     info = httpx.get(served.url + "/tokenizer_info").json()
 
     def encode(text: str) -> list[int]:
-        tokens: list[int] = served.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
-        return tokens
+        return served.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
 
     assert encode(info["eos_token"]) == [EOS]
     messages = [{"role": "user", "content": "hi"}]
