@@ -91,7 +91,6 @@ def test_a_head_without_memory_is_refused_before_the_weights_are_read(
     """With the method auto, drafts are then by prompt lookup only."""
     with LLM(str(target), **SIZES, **speculative(model=str(sidecar))) as llm:
         config = llm.config
-    assert config.draft is not None
     model_bytes, head_bytes = config.model.weight_bytes, config.draft.weight_bytes
 
     def has_memory(num_bytes: int) -> None:

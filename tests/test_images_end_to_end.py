@@ -92,13 +92,9 @@ def expected(tiny: TinyVision, text: str, images: list[Image.Image]) -> tuple[li
 
 def body(messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     return {
-        "messages": messages,
-        "temperature": 0,
-        "max_tokens": NUM_TOKENS,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **options,
-    }
+        "messages": messages, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True,
+        "return_token_ids": True, **options,
+    }  # fmt: skip
 
 
 def image(one: Image.Image) -> dict[str, Any]:

@@ -15,8 +15,7 @@ PURE = [
 
 
 def submodules(name: str) -> list[str]:
-    module = import_module(name)
-    found = pkgutil.walk_packages(getattr(module, "__path__", []), name + ".")
+    found = pkgutil.walk_packages(getattr(import_module(name), "__path__", []), name + ".")
     return [name, *(info.name for info in found)]
 
 

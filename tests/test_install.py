@@ -73,13 +73,9 @@ def test_a_fresh_installation_serves_the_demo_model(wheel: Path, tmp_path: Path)
     def run(*command: str) -> str:
         program, *arguments = command
         done = subprocess.run(
-            [str(environment / "bin" / program), *arguments],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
+            [str(environment / "bin" / program), *arguments], cwd=tmp_path, env=env, capture_output=True, text=True,
             timeout=800,
-        )
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -99,7 +95,6 @@ def test_a_fresh_installation_serves_the_demo_model(wheel: Path, tmp_path: Path)
         text=True,
     )
     try:
-        assert process.stderr is not None
         log = ""
         while not (url := re.search(r"^URL: +(http\S+)", log, re.MULTILINE)):
             line = process.stderr.readline()

@@ -184,8 +184,7 @@ def answering(
     """Return an LLM whose model generates these tokens."""
     runner = FakeRunner(ROOMY.cache.block_size, next_token)
     tokenizer = tokenizer or tiny_tokenizer(TOOL_TEMPLATE)
-    vocab_size = len(tokenizer.hf_tokenizer)
-    config = replace(ROOMY, model=replace(ROOMY.model, vocab_size=vocab_size))
+    config = replace(ROOMY, model=replace(ROOMY.model, vocab_size=len(tokenizer.hf_tokenizer)))
     monkeypatch.setattr(llm_module, "build_engine", lambda args: SteppedEngine(config, runner, tokenizer))
     return LLM("fake", **settings)
 
@@ -225,8 +224,7 @@ def test_a_chat_is_told_apart_as_the_server_does_it(recorded: GoldenCase, monkey
 
 def test_a_chat_whose_format_the_tokenizer_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     """The format's marks are special tokens, and the template starts the reasoning."""
-    template = "{{ messages[0].content }}{{ '[TOOL_CALLS]' if tools }}[THINK]"
-    hf: Any = tiny_tokenizer(template).hf_tokenizer
+    hf: Any = tiny_tokenizer("{{ messages[0].content }}{{ '[TOOL_CALLS]' if tools }}[THINK]").hf_tokenizer
     marks = [AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")]
     hf.add_tokens(marks, special_tokens=True)
     tokenizer = Tokenizer(hf)

@@ -34,6 +34,7 @@ from metal_engine.settings.config import AttentionLayers
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.demo import engine_for
 from tests.support.running import run
+from tests.support.tiny_engine import greedy_tokens
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.architectures import VOCAB_SIZE, configuration
 from tools.fixtures.fake_engine import tiny_tokenizer
@@ -96,15 +97,13 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_layers_are_covered(caplog: pytest.LogCaptureFixture) -> None:
     for choice in (auto(), strict()):
         chosen = choice.for_layers([kind(), kind(has_window=True), kind()], 16)
-        assert chosen.backend is choice.metal
-        assert chosen.layers == AttentionLayers(metal=3)
+        assert chosen.backend is choice.metal and chosen.layers == AttentionLayers(metal=3)
     assert not caplog.records
 
 
 def test_without_metal_all_layers_are_portable(caplog: pytest.LogCaptureFixture) -> None:
     chosen = BackendChoice(None).for_layers([kind(), kind(512)], 16)
-    assert chosen.backend.name == "mlx"
-    assert chosen.layers == AttentionLayers(portable=2)
+    assert chosen.backend.name == "mlx" and chosen.layers == AttentionLayers(portable=2)
     assert not caplog.records
 
 
@@ -352,8 +351,7 @@ def kinds_of(model_type: str) -> list[AttentionKind]:
 def test_kinds_of_layers() -> None:
     full = AttentionKind(KVSpec(2, 8, 8, mx.float32), 4, mx.float32)
     window = dataclasses.replace(full, has_window=True)
-    assert kinds_of("llama") == [full] * 4
-    assert kinds_of("gemma3_text") == [window, full] * 2
+    assert kinds_of("llama") == [full] * 4 and kinds_of("gemma3_text") == [window, full] * 2
     assert kinds_of("gemma2") == [dataclasses.replace(full, has_softcap=True)] * 4
     assert {k.sinks for k in kinds_of("gpt_oss")} == {mx.float32}
     assert kinds_of("deepseek_v3") == [AttentionKind(LatentSpec(16, 4, mx.float32), 4, mx.float32)] * 4
@@ -412,24 +410,15 @@ def test_greedy_tokens_of_a_model_with_both_kinds_of_layers() -> None:
     rng = np.random.default_rng(5)
     prompts = [rng.integers(1, 90, n).tolist() for n in (37, 3, 18)]
     engine = engine_for(
-        paged,
-        tiny_tokenizer(),
-        vocab_size=97,
-        budget=24,
-        block_size=8,
-        num_blocks=30,
-        max_num_seqs=8,
+        paged, tiny_tokenizer(), vocab_size=97, budget=24, block_size=8, num_blocks=30, max_num_seqs=8,
         attention=chosen.backend,
-    )
+    )  # fmt: skip
     with record_launches() as launches:
         outputs = run(engine, prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     assert "paged_attention" in {launch.kernel for launch in launches}
     reference = random_model(config)
     for prompt, output in zip(prompts, outputs, strict=True):
-        own = list(prompt)
-        for _ in range(8):
-            own.append(int(mx.argmax(reference(mx.array([own]))[0, -1])))
-        assert compare_outputs(reference, prompt, own[len(prompt) :], output).equal
+        assert compare_outputs(reference, prompt, greedy_tokens(reference, prompt, 8), output).equal
 
 
 @pytest.mark.parametrize("setting", ["auto", "metal"])

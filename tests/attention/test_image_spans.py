@@ -95,8 +95,6 @@ def test_chunks_of_the_context_are_refused() -> None:
         step_with_images(STEPS["one image"]).attend(scale=0.25, chunk=8)
 
 
-# --- the Metal kernel ---------------------------------------------------------------------------------------
-
 # (head_dim, V head_dim, query heads, KV heads): staged and direct, parts, heads that are never staged.
 SHAPES = [(64, 64, 4, 2), (128, 128, 16, 2), (256, 256, 4, 2), (512, 512, 4, 2), (96, 64, 3, 1), (64, 64, 40, 1)]
 

@@ -15,6 +15,7 @@ from metal_engine.attention.portable.groups import CPU_LIMITS, Dims, Limits, Row
 from metal_engine.attention.portable.indexed import largest, select_keys
 from metal_engine.kv_cache.spec import IndexSpec
 from metal_engine.kv_cache.state import IndexState, StateSnapshot
+from tests.support.memory import settled_memory
 from tools.fixtures.packed_step import PackedStep, make_step
 
 TOP_K, SCALE = 8, 0.25
@@ -154,9 +155,7 @@ def test_memory_does_not_grow_with_the_context() -> None:
         mx.eval(queries, packed.q, packed.k_cache)
         plan = plan_selection(rows, top_k, index.dims)
         assert plan is not None
-        mx.synchronize()
-        mx.reset_peak_memory()
-        held = mx.get_active_memory()
+        held = settled_memory()
         selection = select_keys(plan, index, state)
         step = PortableBackend().for_step(rows)
         mx.eval(step.attend(packed.q, packed.state, scale=1.0, selection=selection))

@@ -50,15 +50,9 @@ def make_engine(
     vocab_size: int = 256,
 ) -> SteppedEngine:
     return engine_for(
-        paged,
-        tokenizer,
-        vocab_size=vocab_size,
-        budget=budget,
-        block_size=8,
-        num_blocks=num_blocks,
-        max_num_seqs=16,
+        paged, tokenizer, vocab_size=vocab_size, budget=budget, block_size=8, num_blocks=num_blocks, max_num_seqs=16,
         attention=attention,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("sliding", [False, True])

@@ -270,10 +270,8 @@ def doctors_figures(factory: Any, index: IndexKind) -> list[Figure]:
 
 
 def test_the_check_at_load(caplog: pytest.LogCaptureFixture) -> None:
-    accepted = chosen(metal_kernel, INDEX)
-    assert not accepted.layers.no_index_kernels and not caplog.records
-    verdicts = [figure.verdict for figure in doctors_figures(metal_kernel, INDEX)]
-    assert verdicts == [Verdict.AS_PROMISED] * 2
+    assert not chosen(metal_kernel, INDEX).layers.no_index_kernels and not caplog.records
+    assert [figure.verdict for figure in doctors_figures(metal_kernel, INDEX)] == [Verdict.AS_PROMISED] * 2
 
 
 @pytest.mark.parametrize(
@@ -306,8 +304,7 @@ def test_wrong_kernels_are_refused_at_load(mutant: Mutant, why: str, caplog: pyt
     ],
 )
 def test_other_indexes_are_left_to_mlx(index: IndexKind, why: str, caplog: pytest.LogCaptureFixture) -> None:
-    left = chosen(metal_kernel, index)
-    assert why in left.layers.no_index_kernels
+    assert why in chosen(metal_kernel, index).layers.no_index_kernels
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     (figure,) = doctors_figures(metal_kernel, index)
     assert figure.verdict is Verdict.NOT_MEASURED and why in figure.note
@@ -327,10 +324,8 @@ def test_layers_of_the_portable_backend_attend_to_the_kernels_selection() -> Non
 def test_the_kernels_select_as_mlx_in_random_numbers() -> None:
     """Scores round differently. Only keys with nearly equal scores may differ."""
     step = Step.random([(1, 300)], 64, 16, 64, mx.float32, **SMALL)
-    random = mx.random.normal(step.index.queries.shape, key=mx.random.key(1))
-    index = replace(step.index, queries=random)
+    index = replace(step.index, queries=mx.random.normal(step.index.queries.shape, key=mx.random.key(1)))
     plan = plan_selection(step.packed.rows, 64, index.dims)
     assert plan is not None
     own = backend().for_step(step.packed.rows).select_keys(plan, index, step.state, lambda positions: positions)
-    same = np.intersect1d(own.by_row(), select_keys(plan, index, step.state).by_row())
-    assert len(same) >= 63
+    assert len(np.intersect1d(own.by_row(), select_keys(plan, index, step.state).by_row())) >= 63

@@ -102,29 +102,18 @@ OF_ANOTHER_SIZE = [
 def test_values_of_another_size(dtype, is_latent, shape):
     head_dim, v_head_dim, num_heads, num_kv_heads = shape
     check(
-        SMALL_MIX,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        is_latent=is_latent,
-        block_size=8,
-        dtype=DTYPES[dtype],
-    )
+        SMALL_MIX, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+        is_latent=is_latent, block_size=8, dtype=DTYPES[dtype],
+    )  # fmt: skip
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype, head_dim, block_size, group", COVERING)
 def test_shapes_with_long_contexts(dtype, head_dim, block_size, group):
     check(
-        [*SMALL_MIX, (129, 463), (1, 4096)],
-        num_heads=group,
-        num_kv_heads=1,
-        head_dim=head_dim,
-        block_size=block_size,
-        dtype=DTYPES[dtype],
-        shared_blocks=1,
-    )
+        [*SMALL_MIX, (129, 463), (1, 4096)], num_heads=group, num_kv_heads=1, head_dim=head_dim,
+        block_size=block_size, dtype=DTYPES[dtype], shared_blocks=1,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -152,8 +141,7 @@ OTHER_WAYS = {
 
 @pytest.mark.parametrize("heads, window", diagonal(OTHER_WAYS, [None, 5, 128]))
 def test_masks_and_options_of_other_heads(heads, window):
-    num_heads = OTHER_WAYS[heads]["num_heads"]
-    sinks = mx.array(np.linspace(-1, 8, num_heads).astype(np.float32))
+    sinks = mx.array(np.linspace(-1, 8, OTHER_WAYS[heads]["num_heads"]).astype(np.float32))
     options = {"window": window, "softcap": 20.0, "sinks": sinks, "scale": 0.3}
     check([*SMALL_MIX, (40, 300)], **OTHER_WAYS[heads], **options)
     check([(1, 1300), (9, 1100)], **OTHER_WAYS[heads], **options, target_threadgroups=1000)

@@ -109,8 +109,7 @@ def test_decode_waits_once_for_the_keys_that_are_held(heads):
         (launch,) = heads.launches([(1, stages * keys)], target_threadgroups=1)
         return launch.barriers // launch.threadgroups
 
-    for_three_stages = barriers(4) - barriers(1)
-    assert for_three_stages == (3 if variant.parts > 1 else 0)
+    assert barriers(4) - barriers(1) == (3 if variant.parts > 1 else 0)
 
 
 @pytest.mark.parametrize("heads", [Heads(64, 64, 2, 1), Heads(256, 256, 2, 1)], ids=["64", "256"])

@@ -57,8 +57,7 @@ MIX = [(1, 99), (5, 13), (33, 0), (1, 0), (30, 120), (4, 95)]
 
 def test_a_mixed_step() -> None:
     """Decodes, chunks and a fresh prompt."""
-    step = make_step(MIX, window=100, dtype=mx.float16, **HEADS)
-    check(step, 1, sinks=sinks_of(mx.float16), **OPTIONS)
+    check(make_step(MIX, window=100, dtype=mx.float16, **HEADS), 1, sinks=sinks_of(mx.float16), **OPTIONS)
 
 
 @pytest.mark.full
@@ -81,8 +80,7 @@ def test_a_request_alone_and_in_company_gets_the_same_bits() -> None:
 
 def test_bfloat16_and_splits() -> None:
     step = make_step([(1, 700), (12, 1000)], window=990, dtype=mx.bfloat16, **HEADS)
-    options = OPTIONS | {"window": 990}
-    check(step, 0, target=1000, sinks=sinks_of(mx.bfloat16), **options)
+    check(step, 0, target=1000, sinks=sinks_of(mx.bfloat16), **OPTIONS | {"window": 990})
 
 
 @pytest.mark.parametrize(
@@ -155,9 +153,6 @@ def test_every_mutant(i: int) -> None:
     assert bool(caught(MUTANTS[i])) != bool(MUTANTS[i].equivalent)
 
 
-# --- which steps take it ---
-
-
 def shape(dtype: mx.Dtype, head_dim: int, v_head_dim: int | None = None, **more: Any) -> AttentionShape:
     heads = {"num_heads": 4, "num_kv_heads": 2, "block_size": 16}
     return AttentionShape(dtype, head_dim, v_head_dim or head_dim, **heads, **more)
@@ -172,8 +167,7 @@ def test_shapes_that_fit() -> None:
     }
     dims = range(16, 145, 16)  # wider heads are divided between SIMD groups
     assert fitting == {(dim, 64) for dim in dims} | {(dim, dim) for dim in dims if dim % 32 == 0}
-    assert fits_tensor_ops(shape(mx.bfloat16, 128))
-    assert not fits_tensor_ops(shape(mx.float32, 128))
+    assert fits_tensor_ops(shape(mx.bfloat16, 128)) and not fits_tensor_ops(shape(mx.float32, 128))
     assert not fits_tensor_ops(shape(mx.float16, 128, 64, is_latent=True))
 
 

@@ -117,8 +117,6 @@ def test_a_prefill_that_fills_the_device_is_not_split() -> None:
     assert not Options(target_threadgroups=FORTY_CORES).plan(rows_of([(2048, 131_072)])).is_split
 
 
-# --- in the simulator --------------------------------------------------------------------------------------------
-
 OTHERS = [(1, 30 + 17 * i) for i in range(37)] + [(20, 61), (33, 33), (5, 600)]
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.exp2 import exp2
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Dims, Limits
+from tests.support.memory import settled_memory
 from tools.fixtures.packed_step import PackedStep, kv_state, make_step
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
@@ -82,8 +83,7 @@ def test_softcap_and_sinks(limits: Limits | None) -> None:
         actual = step.attend(limits, sinks=sink_array, **options)
         # The third sink outweighs all keys. Compare with the scale of the other heads, not with this head's tiny
         # output.
-        expected = step.reference(sinks=sinks, **options)
-        assert error(actual[:, :3], expected[:, :3]) < 1e-5
+        assert error(actual[:, :3], step.reference(sinks=sinks, **options)[:, :3]) < 1e-5
         assert np.abs(actual[:, 3]).max() < 1e-10
 
 
@@ -117,8 +117,7 @@ def test_what_is_read_in_place_is_not_gathered() -> None:
     (runs,) = [group.runs for group in work.run_decodes if len(group.runs) == 1 and group.rest is None]
     assert runs == [[(0, 900)]]
     (group,) = [group for group in work.run_decodes if group.rest is not None]
-    assert group.runs == [[(1600, 800)]]
-    assert group.rest.shape == (1, 700)
+    assert group.runs == [[(1600, 800)]] and group.rest.shape == (1, 700)
     assert work.keys_gathered == 700 + 3000 + 639
 
 
@@ -217,8 +216,7 @@ def test_two_streams_only_for_many_keys_on_a_cpu() -> None:
 @pytest.mark.parametrize("low", [1, 100, 1000])
 def test_decodes_gather_what_is_there(low: int) -> None:
     """Padding costs at most an eighth of the real keys, or group_slack for each batch."""
-    rng = np.random.default_rng(low)
-    lengths = rng.integers(low, 3 * low + 50, 64)
+    lengths = np.random.default_rng(low).integers(low, 3 * low + 50, 64)
     units, gathered, scored = work_of([(1, int(n) - 1) for n in lengths])
     per_batch = CPU_LIMITS.group_slack // 4  # a decode's key costs 4 units
     assert gathered == scored <= lengths.sum() + max(units * per_batch, lengths.sum() // 8)
@@ -260,8 +258,7 @@ def test_peak_memory(segments: list[tuple[int, int]]) -> None:
     step = make_step(segments, num_heads=3, num_kv_heads=1, head_dim=64, poison=False)
     attention = PortableBackend(CPU_LIMITS).for_step(step.rows)
     mx.eval(step.q, step.k_cache, step.v_cache)
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
+    before = settled_memory()
     mx.eval(attention.attend(step.q, step.state, scale=0.125))
     peak = mx.get_peak_memory() - before
     rows, span, tile = 8192 * 3 * 64 * 4, CPU_LIMITS.span * 4, CPU_LIMITS.scores * 4
@@ -275,13 +272,11 @@ def test_attend_builds_a_graph_and_holds_no_cache() -> None:
     cache = mx.zeros((4096, 16, 3, 64))  # 50 MB
     mx.eval(step.q, cache)
     step.rows.block_table[:] = np.clip(step.rows.block_table, 0, 4095)
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
+    before = settled_memory()
     out = attention.attend(step.q, kv_state(cache, cache), scale=0.125)
     assert mx.get_peak_memory() - before < 1e6
     mx.eval(out)
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
+    before = settled_memory()
     cache[mx.array([1, 2, 3])] = mx.ones((3, 16, 3, 64))
     mx.eval(cache)
     assert mx.get_peak_memory() - before < 10e6

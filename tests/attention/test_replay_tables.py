@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.attention.backend import AttentionBackend, ReplayableBackend, size_class
+from metal_engine.attention.backend import ReplayableBackend, size_class
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS
 from metal_engine.attention.portable_fallback import FallbackBackend
@@ -64,8 +64,7 @@ def test_a_step_may_use_the_launches_of_another(
 def test_empty_items_fill_the_kernel_s_tables() -> None:
     """This shows that the test above covers empty items."""
     step = make_step(DECODES)
-    tables = make_tables(backend(), step, {})
-    items = np.array(tables.arrays[1])
+    items = np.array(make_tables(backend(), step, {}).arrays[1])
     assert (items[:, 1] == 0).any() and (items[:, 6] > 0).any()
 
 
@@ -85,8 +84,7 @@ def test_what_the_portable_backend_does_in_several_pieces_is_not_one_table() -> 
 
 
 def test_backends_that_cannot() -> None:
-    chosen: AttentionBackend = FallbackBackend(backend(), PortableBackend(), frozenset())
-    assert not isinstance(chosen, ReplayableBackend)
+    assert not isinstance(FallbackBackend(backend(), PortableBackend(), frozenset()), ReplayableBackend)
 
 
 def test_size_classes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from tests.support.checkpoint_files import (
     write_checkpoint,
     write_tokenizer,
 )
+from tests.support.memory import settled_memory
 from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import tiny_model
 
@@ -82,8 +82,7 @@ def test_loads_as_mlx_lm_does(tmp_path: Path, options: dict[str, Any]) -> None:
     """On a CPU, everything is float32 and dequantized. The logits equal those of mlx-lm's own loading."""
     folder = write_checkpoint(tmp_path, **options)
     loaded = load_args(folder)
-    floats = {a.dtype for a in _arrays(loaded.model) if mx.issubdtype(a.dtype, mx.floating)}
-    assert floats == {mx.float32}
+    assert {a.dtype for a in _arrays(loaded.model) if mx.issubdtype(a.dtype, mx.floating)} == {mx.float32}
     assert not any(a.dtype == mx.uint32 for a in _arrays(loaded.model))
     own = load_model(folder)[0]
     own.set_dtype(mx.float32)
@@ -136,9 +135,7 @@ def test_what_reading_experts_takes_is_known_before(tmp_path: Path, dtype: mx.Dt
     config = {**EXPERTS, "num_hidden_layers": 6, "num_experts": 16, "moe_intermediate_size": 256}
     write_checkpoint(tmp_path, config=config, dtype=dtype, single_experts=True)
     found: list[CheckpointRequirements] = []
-    gc.collect()
-    held = mx.get_active_memory()
-    mx.reset_peak_memory()
+    held = settled_memory()
     loaded = load(EngineArgs(model=str(tmp_path)), CPU, claim=found.append)
     (facts,) = found
     weights = sum(array.nbytes for array in _arrays(loaded.model))
@@ -160,8 +157,7 @@ def test_every_eos_id_ends_generation(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, config={"eos_token_id": [5, 6]})
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     loaded = load_args(folder)
-    tokenizer = Tokenizer(loaded.tokenizer, loaded.eos_token_ids)
-    assert tokenizer.eos_token_ids == {5, 6, 7, 8, VOCAB_SIZE - 1}
+    assert Tokenizer(loaded.tokenizer, loaded.eos_token_ids).eos_token_ids == {5, 6, 7, 8, VOCAB_SIZE - 1}
 
 
 def test_eos_ids_stop_a_generation(tmp_path: Path) -> None:
@@ -173,10 +169,8 @@ def test_eos_ids_stop_a_generation(tmp_path: Path) -> None:
     stop_at = free[3]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCAB_SIZE - 2, stop_at]}))
     with LLM(str(folder), **SMALL) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=12)
-        result = llm.generate("hello", params, use_tqdm=False)[0]
-    assert result.finish_reason == "stop"
-    assert result.token_ids == free[: free.index(stop_at) + 1]
+        result = llm.generate("hello", SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)[0]
+    assert result.finish_reason == "stop" and result.token_ids == free[: free.index(stop_at) + 1]
 
 
 def test_default_sampling_is_the_checkpoints(tmp_path: Path) -> None:

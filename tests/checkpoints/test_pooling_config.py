@@ -214,8 +214,7 @@ def test_a_qwen3_reranker_is_known(
 ) -> None:
     if card is not None:
         (tmp_path / "README.md").write_text(card)
-    vocabulary: Any = _Vocabulary("no", "yes")
-    found = find_reranker(tmp_path, {"model_type": model_type}, name, vocabulary)
+    found = find_reranker(tmp_path, {"model_type": model_type}, name, _Vocabulary("no", "yes"))
     assert (found is not None) == is_reranker
     if found is not None:
         assert (found.false_token_id, found.true_token_id) == (10, 11)

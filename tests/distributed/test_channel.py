@@ -54,8 +54,7 @@ class Watched(Link):
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     with listen("127.0.0.1") as listening:
-        one = socket.create_connection(listening.getsockname())
-        return one, listening.accept()[0]
+        return socket.create_connection(listening.getsockname()), listening.accept()[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -172,15 +171,10 @@ def test_the_channel_listens_where_the_group_does(monkeypatch: pytest.MonkeyPatc
 def test_plans_come_through() -> None:
     new = NewRequestData("b#1", [5, 6, 7], 3, 1, [4, 9], SamplingParams(prompt_logprobs=3, temperature=0.7, seed=1))
     plan = SchedulerOutput(
-        step_id=7,
-        num_scheduled_tokens={"a#0": 1, "b#1": 2, "c#2": 4},
-        new_requests=[new],
-        new_block_ids={"a#0": [3]},
-        new_state_slots={"a#0": 2},
-        sampled_req_ids=["a#0", "b#1"],
-        pooled_req_ids=["c#2"],
-        dropped_req_ids=["x#9"],
-    )
+        step_id=7, num_scheduled_tokens={"a#0": 1, "b#1": 2, "c#2": 4}, new_requests=[new],
+        new_block_ids={"a#0": [3]}, new_state_slots={"a#0": 2}, sampled_req_ids=["a#0", "b#1"],
+        pooled_req_ids=["c#2"], dropped_req_ids=["x#9"],
+    )  # fmt: skip
     read = decode_plan(encode_plan(plan))
     (same,) = read.new_requests
     assert list(read.num_scheduled_tokens.items()) == [("a#0", 1), ("b#1", 2), ("c#2", 4)]

@@ -24,7 +24,7 @@ from metal_engine.checkpoints.digests import file_digests
 from metal_engine.distributed import group as group_module
 from metal_engine.distributed import launch
 from metal_engine.distributed import leader as leader_module
-from metal_engine.distributed.channel import FrameKind, Link, listen
+from metal_engine.distributed.channel import FrameKind, Link
 from metal_engine.distributed.follower import run_frame
 from metal_engine.distributed.group import RankGroup, _pass_on
 from metal_engine.distributed.launch import free_ports
@@ -37,6 +37,7 @@ from metal_engine.models.check import check_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.args import EngineArgs
 from metal_engine.step import RunnerLostError, SchedulerOutput
+from tests.distributed.test_channel import tcp_pair
 from tests.support.checkpoint_files import write_checkpoint
 from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import random_model
@@ -53,9 +54,7 @@ class Watched(RankFailureMonitor):
 
 def linked(rank: int = 1) -> tuple[Link, Link]:
     """Return a link to another rank, and that rank's link to rank 0."""
-    with listen("127.0.0.1") as listening:
-        one = socket.create_connection(listening.getsockname())
-        other, _ = listening.accept()
+    one, other = tcp_pair()
     links = Link(one, f"rank {rank} (here)", 60, lambda _: None), Link(other, "rank 0 (here)", 60, lambda _: None)
     for link in links:
         link.start()
@@ -265,13 +264,12 @@ def test_a_plan_that_is_too_large_drops_what_it_would_have_dropped(monkeypatch: 
 
 
 def test_a_rank_that_takes_nothing_keeps_no_other_from_hearing_of_a_loss() -> None:
-    stopped, reader = socket.socket(), socket.socket()
-    with listen("127.0.0.1") as listening:
-        stopped = socket.create_connection(listening.getsockname())
-        reader, _ = listening.accept()
+    stopped, reader = tcp_pair()
     full = Link(stopped, "rank 1 (here)", 60, lambda _: None)
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
-    ours, _ = linked_to(heard)
+    one, other = tcp_pair()
+    ours, theirs = Link(one, "rank 2 (here)", 60, lambda _: None), Link(other, "rank 0 (here)", 60, heard.put)
+    theirs.start()
 
     def fill() -> None:
         with suppress(RunnerLostError):  # the link closes at the end of this test
@@ -283,25 +281,14 @@ def test_a_rank_that_takes_nothing_keeps_no_other_from_hearing_of_a_loss() -> No
     reader.close()
 
 
-def linked_to(heard: queue.SimpleQueue[str]) -> tuple[Link, Link]:
-    with listen("127.0.0.1") as listening:
-        one = socket.create_connection(listening.getsockname())
-        other, _ = listening.accept()
-    links = Link(one, "rank 2 (here)", 60, lambda _: None), Link(other, "rank 0 (here)", 60, heard.put)
-    links[1].start()
-    return links
-
-
 def test_a_step_that_never_ends_is_a_loss() -> None:
     """A step never ends although all ranks send heartbeats, because one rank has stopped computing."""
     watch = Watched(0, 0)
     ours, theirs = linked()
-    runner: Any = _Runner()
-    leader = LeaderRunner(runner, [ours], watch, StepTimeout(watch, [ours], 0.4))
+    leader = LeaderRunner(_Runner(), [ours], watch, StepTimeout(watch, [ours], 0.4))
     leader._step_timeout.start()
     never = threading.Event()
-    sampling = SimpleNamespace(late_req_ids=[])
-    step: Any = SimpleNamespace(sampling=sampling, result=never.wait)
+    step: Any = SimpleNamespace(sampling=SimpleNamespace(late_req_ids=[]), result=never.wait)
     threading.Thread(target=leader.finish, args=(step,), daemon=True).start()
     deadline = time.monotonic() + 60
     while watch.error is None and time.monotonic() < deadline:
@@ -388,7 +375,6 @@ def test_a_rank_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         f"os.environ['MLX_HOSTFILE'] = {str(hosts)!r}; sys.stdin.readline(); end_with(0); threading.Event().wait()"
     )
     rank = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE)
-    assert rank.stdin is not None
     rank.stdin.write(b"settings\n")
     rank.stdin.flush()
     with pytest.raises(subprocess.TimeoutExpired):

@@ -54,20 +54,14 @@ class Locked:
         self.leftover.write_text("[]")
         command = [sys.executable, str(program), str(seconds), str(self.leftover)]
         self.leader = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.leader.stdout is not None
+            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
         waiting = {int(self.leader.stdout.readline()) for _ in range(2)}
         self.pids = [self.leader.pid, *(waiting - {self.leader.pid})]
 
     def end(self) -> str:
         """Wait until both ranks have ended. Return their messages."""
-        assert self.leader.stderr is not None
         said = self.leader.stderr.read()  # until all processes have closed it
         self.leader.wait()
         wait_for_end(self.pids)
@@ -122,8 +116,6 @@ def test_a_meeting_ends_nobody(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "[1]\n", "")
 
 
-# --- with MLX ---
-
 JOINING = """
 import threading
 import mlx.core as mx
@@ -162,15 +154,13 @@ class Joining:
         self.leader = subprocess.Popen(
             [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        assert self.leader.stdout is not None
-        assert self.leader.stdout.readline() == "joining\n"
+        assert self.leader.stdout is not None and self.leader.stdout.readline() == "joining\n"
         self.began = time.monotonic()
         (follower,) = (pid for pid in children_of(self.leader.pid) if b"metal_engine.rank_worker" in command_of(pid))
         self.pids = [self.leader.pid, follower]
 
     def seconds_until_met(self) -> float:
-        assert self.leader.stdout is not None
-        assert self.leader.stdout.readline() == "met\n"
+        assert self.leader.stdout is not None and self.leader.stdout.readline() == "met\n"
         return time.monotonic() - self.began
 
     def lose(self, rank: int, how: signal.Signals) -> str:
@@ -182,7 +172,6 @@ class Joining:
         wait_for_end([other])
         if is_alive(self.pids[rank]):  # the rank was stopped after both ranks had joined
             os.kill(self.pids[rank], signal.SIGKILL)
-        assert self.leader.stderr is not None
         said = self.leader.stderr.read()
         self.leader.wait()
         return said

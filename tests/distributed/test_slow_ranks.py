@@ -53,8 +53,7 @@ for length in ({SLOW_PROMPT}, {HANGING_PROMPT}):
 @pytest.mark.full
 def test_a_slow_rank_is_not_lost_and_one_that_hangs_is_named(tmp_path: Path) -> None:
     """Loading and a step take longer than the silence timeout. Then a step never ends."""
-    model = write_checkpoint(tmp_path / "m")
-    command = ["-c", PROGRAM, str(model)]
+    command = ["-c", PROGRAM, str(write_checkpoint(tmp_path / "m"))]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT}
     ranks = start_ranks(command, write_hosts(tmp_path / "hosts.json", 2), 2, **pipes)
     told = [rank.communicate() for rank in ranks]

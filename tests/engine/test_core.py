@@ -59,9 +59,6 @@ def test_outputs_of_a_request_share_it_and_have_seeds_of_their_own() -> None:
     assert all(seen is params for seen in runner.seen_params)
 
 
-# --- one step ahead -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("next_token", [hash_chain, echo])
 @pytest.mark.parametrize("config", [{}, {"num_blocks": 10, "max_num_batched_tokens": 7, "max_num_seqs": 3}])
 def test_a_step_ahead_gives_the_same_outputs(next_token: NextToken, config: dict[str, int]) -> None:
@@ -105,8 +102,7 @@ def test_no_step_is_run_for_a_token_beyond_max_tokens() -> None:
 def test_a_stop_is_noticed_one_step_late_and_its_token_dropped() -> None:
     engine = make_core(ahead=True, next_token=echo)
     engine.add_request("a", engine.prepare(byte_ids("ab"), SamplingParams(max_tokens=50)))
-    outputs = drain(engine)
-    assert token_ids(outputs["a"]) == [*byte_ids("ab"), EOS]
+    assert token_ids(drain(engine)["a"]) == [*byte_ids("ab"), EOS]
     assert engine.num_steps == 4  # a, b, end of sequence, and one extra step
 
 
@@ -130,8 +126,7 @@ def test_a_step_under_way_is_finished_when_its_requests_have_gone() -> None:
     assert engine.step() == []
     engine.abort_request("a")
     assert engine.has_requests and not engine.request_ids
-    assert engine.step() == []
-    assert not engine.has_requests
+    assert engine.step() == [] and not engine.has_requests
     engine.abort_request("a")  # unknown by now, so ignored
 
 

@@ -51,16 +51,10 @@ def make_engine(model: str, mode: dict[str, Any], rng: random.Random) -> Stepped
     )
     block_size = rng.choice([1, 4, 8, 16])
     engine = tiny_engine(
-        **ALL_MODELS[model],
-        **mode,
-        block_size=block_size,
-        num_blocks=rng.choice([200, 1500]) // block_size,
-        max_num_batched_tokens=rng.choice([11, 24, 64]),
-        max_num_seqs=rng.choice([4, 9]),
-        max_num_partial_prefills=rng.choice([1, 3]),
-        speculative=speculative,
-        make_head=random_head,
-    )
+        **ALL_MODELS[model], **mode, block_size=block_size, num_blocks=rng.choice([200, 1500]) // block_size,
+        max_num_batched_tokens=rng.choice([11, 24, 64]), max_num_seqs=rng.choice([4, 9]),
+        max_num_partial_prefills=rng.choice([1, 3]), speculative=speculative, make_head=random_head,
+    )  # fmt: skip
     costs = FreeDrafts(may_probe=rng.random() < 0.8)
     ahead = KnownAheadTimes(0.7)
     speculate(engine.scheduler, make_proposer(speculative), ChangingTimes(rng), costs, async_planning=ahead)

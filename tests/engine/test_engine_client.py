@@ -94,8 +94,7 @@ def test_a_client_that_lags_behind_gets_the_same(ahead: bool, drafts: bool, seed
         found.append(run_late(engine, delays))
         counts.append(counts_of(engine))
     assert not drafts or any(engine.metrics.num_accepted_tokens)
-    assert all(outputs == found[0] for outputs in found)
-    assert all(one == counts[0] for one in counts)
+    assert all(outputs == found[0] for outputs in found) and all(one == counts[0] for one in counts)
     assert {output.finish_reason for output in found[0].values()} == {"stop", "length"}
 
 
@@ -103,8 +102,7 @@ def test_tokens_after_a_stop_string_are_subtracted_later() -> None:
     """The count of tokens never decreases."""
     engine = make_engine()
     engine.add_request("a", engine.prepare(byte_ids("prompt"), SamplingParams(max_tokens=40, stop=TEXT[4:6])))
-    outputs = [output for _ in range(10) for output in engine.core.step()]
-    (*_, last) = engine.client.receive(outputs)
+    (*_, last) = engine.client.receive([output for _ in range(10) for output in engine.core.step()])
     assert (last.stop_reason, last.num_output_tokens) == (TEXT[4:6], 6)
     assert engine.metrics.num_generation_tokens == 10 and engine.metrics.num_finished["stop"] == 1
     assert not engine.has_requests

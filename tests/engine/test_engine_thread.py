@@ -94,8 +94,7 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
         return engine
 
     def look() -> None:
-        runner: Any = engine.runner
-        found.extend((step.is_dispatched, step.has_second_part) for step in runner._steps)
+        found.extend((step.is_dispatched, step.has_second_part) for step in engine.runner._steps)
 
     def on_outputs(outputs: list[RequestOutput]) -> None:
         assert not any(output.error for output in outputs)
@@ -122,8 +121,7 @@ def test_requests_are_told_of_a_lost_rank_though_the_step_never_ends() -> None:
     runner.running.clear()
     outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
     thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer()))
-    core = thread.start(outputs.put)
-    prepared = core.prepare([1, 2, 3], SamplingParams(max_tokens=4))
+    prepared = thread.start(outputs.put).prepare([1, 2, 3], SamplingParams(max_tokens=4))
     thread.submit("a", prepared)
     wait_until(lambda: runner.has_arrived, "the step")
     thread.submit("b", prepared)
@@ -145,8 +143,7 @@ def test_a_step_that_finds_ranks_lost_ends_the_engine() -> None:
     runner.raise_next = RunnerLostError("rank 2 (there) has gone")
     outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
     thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer()))
-    core = thread.start(outputs.put)
-    thread.submit("a", core.prepare([1, 2, 3], SamplingParams(max_tokens=4)))
+    thread.submit("a", thread.start(outputs.put).prepare([1, 2, 3], SamplingParams(max_tokens=4)))
     assert [output.error for output in outputs.get(timeout=60)] == ["the engine has stopped: rank 2 (there) has gone"]
     assert isinstance(thread.error, RunnerLostError)
 

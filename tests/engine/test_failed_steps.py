@@ -28,7 +28,8 @@ from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.step import ModelOutput
 from tests.support.demo import engine_for
-from tests.support.running import add_all, drain, run
+from tests.support.memory import settled_memory
+from tests.support.running import DISPATCHES, add_all, drain, run
 from tests.support.sweeps import sweep
 from tests.support.tiny_engine import run_all, run_pooling, tiny_engine, token_ids, with_vocabulary
 from tools.fixtures.architectures import configuration
@@ -116,12 +117,6 @@ def fault() -> Fault:
     return Fault()
 
 
-DISPATCHES: dict[str, dict[str, bool]] = {
-    "one by one": {},
-    "one ahead": {"ahead": True},
-    "behind": {"ahead": True, "behind": True},
-    "replayed": {"ahead": True, "behind": True, "replay": True},
-}
 # Elements from which attention uses a second stream, and True for a model with recurrent layers.
 COMPUTED = {"one stream": (None, False), "two streams": (0, False), "hybrid": (None, True)}
 QUICK = [("one stream", "one by one"), ("one stream", "replayed"), ("two streams", "one ahead"), ("hybrid", "behind")]
@@ -259,10 +254,7 @@ def test_there_is_one_cache_at_a_time(where: str, replay: bool, monkeypatch: pyt
     errors = []
     retry = engine.core._retry
     monkeypatch.setattr(engine.core, "_retry", lambda plan, error: (errors.append(error), retry(plan, error))[1])
-    mx.synchronize()
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
+    before = settled_memory()
     with monkeypatch.context() as patch:
         for owner, name in FAULTS[where]:
             patch.setattr(owner, name, fails_once(getattr(owner, name), is_refused=where == "refused dispatch"))

@@ -123,13 +123,9 @@ class FailureMachine(RuleBasedStateMachine):
         self.faults: dict[str, int] = {}  # function name -> number of successful calls before the failure
         self.num_raised = 0
         self.engine = tiny_engine(
-            **MODELS[self.model],
-            behind=True,
-            replay=replay,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
+            **MODELS[self.model], behind=True, replay=replay, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
-        )
+        )  # fmt: skip
         self.runner: Any = self.engine.runner
         self.config = self.engine.scheduler.config
         for where in POINTS:

@@ -6,7 +6,6 @@ prefix that is cached, loaded or computed, and after preemption.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from metal_engine.kv_cache.quantized import QuantizedKVState
-from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import StateSpec
 from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.models.lora_targets import adapter_targets
@@ -26,8 +23,9 @@ from metal_engine.sampling_params import SamplingParams
 from tests.support import adapters
 from tests.support.demo import engine_for
 from tests.support.rounded_cache import own_caches
-from tests.support.running import run
+from tests.support.running import drain, run
 from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
+from tests.support.tiny_engine import greedy_tokens, token_ids
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
@@ -85,12 +83,7 @@ class RoundedModel:
         return self._model(token_ids, cache=own_caches(self._model, self._specs))
 
     def answer(self, prompt: list[int]) -> list[int]:
-        caches, tokens = own_caches(self._model, self._specs), prompt
-        answer: list[int] = []
-        for _ in range(NUM_OUTPUTS):
-            tokens = [int(mx.argmax(self._model(mx.array([tokens]), cache=caches)[0, -1]).item())]
-            answer += tokens
-        return answer
+        return greedy_tokens(self._model, prompt, NUM_OUTPUTS, own_caches(self._model, self._specs))
 
 
 @cache
@@ -172,18 +165,14 @@ def test_adapters(way: str, tmp_path: Path) -> None:
     folder = adapters.write_mlx_lm(tmp_path / "a", weights)
     paged = PagedModel(model_of("llama"), kv_cache_dtype="int8")
     targets = adapter_targets(paged)
-    layers = paged.enable_lora(targets.shapes, 1, 3)
-    registry = AdapterRegistry(targets, 1, 3, layers.set_weights)
+    registry = AdapterRegistry(targets, 1, 3, paged.enable_lora(targets.shapes, 1, 3).set_weights)
     engine = engine_of(paged, adapters=registry, **WAYS[way])
     adapters.load(engine, "a", folder)
-    answers: dict[str, list[int]] = {}
     for i, prompt in enumerate(PROMPTS):
         for name in ("a", None):
             (prepared,) = engine.prepare_all([prompt], GREEDY, adapter=registry.find(name))
             engine.add_request(f"{i} {name}", prepared)
-    while engine.has_requests:
-        for output in engine.step():
-            answers.setdefault(output.request_id, []).extend(output.token_ids)
+    answers = {request_id: token_ids(outputs) for request_id, outputs in drain(engine).items()}
     assert bool(engine.scheduler.num_preemptions) == ("preempted" in way)
     assert_equal("llama", [answers[f"{i} None"] for i in range(len(PROMPTS))])
     adapted = RoundedModel("llama", "int8", folder)
@@ -191,48 +180,3 @@ def test_adapters(way: str, tmp_path: Path) -> None:
         found = compare_outputs(adapted, prompt, adapted.answer(prompt), answers[f"{i} a"])
         assert found.equal, found
     assert sum(answers[f"{i} a"] != answers[f"{i} None"] for i in range(len(PROMPTS))) > len(PROMPTS) / 2
-
-
-# --- mutants that these comparisons must detect ----------------------------------------------------------------
-
-
-def _own_rows_in_float(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant: a step attends over its own rows as computed, not as stored."""
-    write, dequantized = QuantizedKVState.write, QuantizedKVState._dequantized
-
-    def keep(self: QuantizedKVState, step: StepRows, rows: Mapping[str, mx.array]) -> None:
-        write(self, step, rows)
-        self.fresh = {name: (step.slot_mapping, array) for name, array in rows.items()}  # type: ignore[attr-defined]
-
-    def fresh_first(self: QuantizedKVState, name: str, rows_of: Any) -> mx.array:
-        slots, array = self.fresh[name]  # type: ignore[attr-defined]
-        heads = self.spec.num_kv_heads
-        num_slots = len(self.arrays[name])
-        is_fresh, of_step = np.zeros((num_slots, heads, 1), bool), np.zeros((num_slots,), np.int32)
-        is_fresh[slots], of_step[slots] = True, np.arange(len(slots))
-        own = array[mx.array(of_step)].astype(mx.float32)
-        return mx.where(rows_of(mx.array(is_fresh)), rows_of(own), dequantized(self, name, rows_of))
-
-    monkeypatch.setattr(QuantizedKVState, "write", keep)
-    monkeypatch.setattr(QuantizedKVState, "_dequantized", fresh_first)
-
-
-def _quantized_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = QuantizedKVState.encode
-
-    def twice(self: QuantizedKVState, rows: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        coarse = {
-            name: mx.dequantize(*mx.quantize(array, group_size=32, bits=8), group_size=32, bits=8)
-            for name, array in rows.items()
-        }
-        return encode(self, coarse)
-
-    monkeypatch.setattr(QuantizedKVState, "encode", twice)
-
-
-@pytest.mark.parametrize("mistake", [_own_rows_in_float, _quantized_twice])
-def test_mistakes_are_seen(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounded("llama", "int4")
-    mistake(monkeypatch)
-    with pytest.raises(AssertionError):
-        assert_equal("llama", run(make_engine("llama", "int4", caching=False), PROMPTS, GREEDY), "int4")

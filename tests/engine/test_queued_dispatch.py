@@ -23,6 +23,7 @@ from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.start_check import CheckDeadline
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import NO_REPLAY_WITHOUT_KERNEL, DeviceInfo, RankInfo
+from tests.support.memory import settled_memory
 from tests.support.mixed_requests import MODELS as ATTENTION_AND_RECURRENT
 from tests.support.mixed_requests import WINDOWS, add_mixed, check_equal, undisturbed
 from tests.support.running import drain
@@ -166,13 +167,9 @@ def test_masks_are_made_while_no_other_step_is_behind(monkeypatch: pytest.Monkey
 def test_writes_stay_in_place() -> None:
     """Writes stay in place even on MLX's CPU backend, which releases the inputs of an operation after it has run."""
     engine = tiny_engine(behind=True, num_blocks=8192)
-    runner: Any = engine.runner
-    array_bytes = min(a.nbytes for state in runner.pool.states for a in state.arrays.values())
+    array_bytes = min(a.nbytes for state in engine.runner.pool.states for a in state.arrays.values())
     run_all(engine, [(byte_ids("abc"), SamplingParams(max_tokens=5, ignore_eos=True))])
-    mx.synchronize()
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
+    before = settled_memory()
     run_all(engine, [(byte_ids("abcde" * i), SamplingParams(max_tokens=40, ignore_eos=True)) for i in range(1, 4)])
     assert mx.get_peak_memory() - before < array_bytes
 
@@ -221,12 +218,10 @@ def test_a_check_in_a_small_cache(num_blocks: int, block_size: int, monkeypatch:
 
     def counted(plan: Any) -> PendingStep:
         num_rows.append(len(plan.num_scheduled_tokens))
-        step: PendingStep = execute(plan)
-        return step
+        return execute(plan)
 
     monkeypatch.setattr(runner, "execute", counted)
-    dispatch = choose_dispatch(runner, replace(engine.config, device=METAL))
-    assert "failed" not in dispatch
+    assert "failed" not in choose_dispatch(runner, replace(engine.config, device=METAL))
     assert len(num_rows) >= 4 and min(num_rows) > 0
 
 

@@ -138,9 +138,6 @@ def test_a_suspect_that_leaves_makes_room_for_the_next() -> None:
     assert all(outputs[str(i)].token_ids == generated(INNOCENTS[i], 9) for i in (1, 2))
 
 
-# --- mixed requests on a model ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "mode", "seed"),
     sweep(product(MODELS, MODES, range(2)), [("attention", "drafts", 0), ("recurrent", "drafts ahead", 0)]),

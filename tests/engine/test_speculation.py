@@ -42,18 +42,11 @@ def test_greedy_outputs_are_mlx_lms(
     prompts = [demo_tokenizer.encode(text) for text in TASKS[:at_once]]
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     engine = engine_for(
-        paged_demo,
-        demo_tokenizer,
-        vocab_size=49152,
-        budget=budget,
-        block_size=16,
-        num_blocks=128,
-        max_num_seqs=8,
+        paged_demo, demo_tokenizer, vocab_size=49152, budget=budget, block_size=16, num_blocks=128, max_num_seqs=8,
         speculative=speculative_config(num_drafts, longest=3, shortest=1),
-    )
+    )  # fmt: skip
     propose_from(engine, NgramProposer(speculative_config(num_drafts, longest=3, shortest=1)))
-    outputs = run(engine, prompts, params, at_once=at_once)
-    for prompt, output in zip(prompts, outputs, strict=True):
+    for prompt, output in zip(prompts, run(engine, prompts, params, at_once=at_once), strict=True):
         golden = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=num_tokens)]
         assert compare_outputs(reference_model, prompt, golden, output).equal
     metrics = engine.metrics

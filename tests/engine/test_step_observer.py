@@ -204,6 +204,5 @@ def test_preemptions_and_ends_are_told() -> None:
 
 
 def test_runs() -> None:
-    assert runs_of([]) == []
-    assert runs_of([3]) == [(3, 1)]
+    assert runs_of([]) == [] and runs_of([3]) == [(3, 1)]
     assert runs_of([0, 1, 2, 5, 6, 4, 9]) == [(0, 3), (5, 2), (4, 1), (9, 1)]

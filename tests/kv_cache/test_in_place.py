@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,8 +15,6 @@ import pytest
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS, Limits
 from metal_engine.kv_cache import pool
-from metal_engine.kv_cache.quantized import QuantizedKVState
-from metal_engine.kv_cache.recurrent import RecurrentState
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import KVState
 from metal_engine.kv_cache.writes import BlockWrites, RunWrites, SlotWrites
@@ -37,6 +34,7 @@ from metal_engine.settings.config import IN_FLIGHT_STATES, IN_FLIGHT_STATES_OF_D
 from metal_engine.step import SchedulerOutput
 from metal_engine.token_rules import NO_RULES, TokenRules
 from tests.support.draft_heads import random_head
+from tests.support.memory import settled_memory
 from tests.support.speculation import FreeDrafts, KnownAheadTimes, draft_model_config, speculate, speculative_config
 from tests.support.sweeps import sweep
 from tools.fixtures.architectures import configuration
@@ -47,23 +45,14 @@ NUM_STEPS = 64
 
 # One array for latents and positions, with 2 * 16 numbers per token, like K or V of the other models.
 LATENT = {
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 1,
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "q_lora_rank": 16,
-}
+    "model_type": "deepseek_v3", "num_hidden_layers": 1, "kv_lora_rank": 24, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16,
+}  # fmt: skip
 # Latents and keys of an index, 32 numbers per token each.
 INDEXED = {
-    **LATENT,
-    "model_type": "deepseek_v32",
-    "index_head_dim": 32,
-    "index_n_heads": 4,
-    "index_topk": 64,
+    **LATENT, "model_type": "deepseek_v32", "index_head_dim": 32, "index_n_heads": 4, "index_topk": 64,
     "n_routed_experts": None,
-}
+}  # fmt: skip
 
 
 MODELS = [
@@ -131,11 +120,7 @@ def measure_in_place(
     if proposer is not None:
         speculate(scheduler, proposer, costs=FreeDrafts())
     _add(scheduler, [20, 27, 80], NUM_STEPS)
-    mx.synchronize()
-    gc.collect()  # otherwise, garbage of other tests could be freed while this test measures
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()  # before the first step, so that memory kept by that step counts as well
+    before = settled_memory()  # before the first step, so that memory kept by that step counts as well
     num_steps = Loop(runner, scheduler, num_ahead).run()
     assert not replay or (runner.replay is not None and runner.replay.num_traces > 2)
     assert mx.get_active_memory() - before < array_bytes / 4
@@ -148,6 +133,11 @@ def measure_in_place(
 def test_writes_stay_in_place_over_many_steps(config: dict[str, Any], num_ahead: int) -> None:
     """Chunks without sampling, mixed steps, and decodes."""
     assert measure_in_place(PagedModel(tiny_model(**config)), num_ahead) > NUM_STEPS
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+def test_replayed_writes_stay_in_place(num_ahead: int) -> None:
+    measure_in_place(PagedModel(tiny_model()), num_ahead, replay=True)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +158,7 @@ def test_a_draft_head_s_writes_stay_in_place(replay: bool, num_drafts: int, num_
 def test_a_draft_model_s_writes_stay_in_place(config: dict[str, Any], seed: int) -> None:
     """The draft model's consecutive forward passes, with the target model's passes in between."""
     models = [PagedModel(tiny_model(seed, **config)) for seed in (0, seed)]
-    num_steps = measure_in_place(models[0], 0, draft=models[1])
-    assert (num_steps < NUM_STEPS / 2) == (seed == 0)
+    assert (measure_in_place(models[0], 0, draft=models[1]) < NUM_STEPS / 2) == (seed == 0)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
@@ -193,19 +182,6 @@ def test_quantized_writes_stay_in_place(config: dict[str, Any], kv_cache_dtype: 
     paged = PagedModel(tiny_model(**config), kv_cache_dtype=kv_cache_dtype)
     num_kv_heads = paged.pool.states[0].spec.token_arrays["keys"].shape[0]
     measure_in_place(paged, num_ahead, num_blocks=(4 << 20) // (16 * 4 * num_kv_heads))
-
-
-def test_the_measurement_sees_scales_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = QuantizedKVState.write
-
-    def keeps(self: QuantizedKVState, step: StepRows, rows: Mapping[str, mx.array]) -> None:
-        self.kept = self.arrays["value_scales"].reshape(-1)  # type: ignore[attr-defined]
-        write(self, step, rows)
-
-    monkeypatch.setattr(QuantizedKVState, "write", keeps)
-    paged = PagedModel(tiny_model(num_hidden_layers=1, head_dim=32), kv_cache_dtype="int4")
-    with pytest.raises(AssertionError):
-        measure_in_place(paged, 0, num_blocks=32_768)
 
 
 @pytest.mark.metal
@@ -264,13 +240,9 @@ def _aligned_runner(
     paged = PagedModel(tiny_model(**{"num_hidden_layers": 2, **model_config}))
     cache = CacheConfig(block_size=16, num_blocks=num_blocks)
     config = SchedulerConfig(
-        max_num_batched_tokens=90,
-        max_num_seqs=8,
-        max_model_len=512,
-        max_num_partial_prefills=3,
-        page_aligned_scheduling=True,
-        async_scheduling=ahead,
-    )
+        max_num_batched_tokens=90, max_num_seqs=8, max_model_len=512, max_num_partial_prefills=3,
+        page_aligned_scheduling=True, async_scheduling=ahead,
+    )  # fmt: skip
     return paged, ModelRunner(paged, PortableBackend(), config, cache), Scheduler(config, cache)
 
 
@@ -313,9 +285,7 @@ def test_faster_writes_stay_in_place(by_run: bool, num_ahead: int) -> None:
     runner._table._make_writes = RunWrites if by_run else BlockWrites
     array_bytes = 16_384 * 16 * 2 * 16 * 4
     _add(scheduler, [500, 400, 480], 2)
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
+    before = settled_memory()
     Loop(runner, scheduler, num_ahead).run()
     assert mx.get_peak_memory() - before < array_bytes / 2, "a step held a second copy of a cache array"
 
@@ -341,12 +311,9 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
     """
     paged = PagedModel(random_model(HYBRID))
     cache = CacheConfig(
-        block_size=16,
-        num_blocks=128,
-        num_state_slots=NUM_SLOTS,
-        enable_prefix_caching=True,
+        block_size=16, num_blocks=128, num_state_slots=NUM_SLOTS, enable_prefix_caching=True,
         num_padding_blocks=int(replay),
-    )
+    )  # fmt: skip
     speculative = speculative_config(3, longest=2, shortest=1)
     config = SchedulerConfig(
         max_num_batched_tokens=24,
@@ -366,11 +333,7 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
         speculate(scheduler, proposer, async_planning=KnownAheadTimes(0.7))
         proposer.record_result = lambda request, n, right: are_accepted.add(n == right)  # type: ignore[method-assign]
     _add(scheduler, [20, 27, 80], num_tokens, repeats=has_drafts)
-    mx.synchronize()
-    gc.collect()  # otherwise, garbage of other tests could be freed while this test measures
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
+    before = settled_memory()
     assert Loop(runner, scheduler, num_ahead).run() > (num_tokens // 4 if has_drafts else num_tokens)
     assert are_accepted == ({True, False} if has_drafts else set())
     assert runner.replay is None or runner.replay.num_traces > 1
@@ -396,16 +359,3 @@ def test_states_stay_in_place_over_many_steps(num_ahead: int, replay: bool) -> N
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 def test_states_stay_in_place_with_drafts(num_ahead: int, replay: bool) -> None:
     measure_states(num_ahead, has_drafts=True, replay=replay)
-
-
-@pytest.mark.parametrize("num_ahead", [pytest.param(0, marks=pytest.mark.full), 1], ids=["one by one", "one ahead"])
-def test_the_measurement_sees_states_that_are_kept(num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = RecurrentState.take
-
-    def keeps(self: RecurrentState, name: str, *groups: Any) -> list[mx.array | None]:
-        self.kept = self.arrays[name].reshape(-1)  # type: ignore[attr-defined]
-        return take(self, name, *groups)
-
-    monkeypatch.setattr(RecurrentState, "take", keeps)
-    with pytest.raises(AssertionError):
-        measure_states(num_ahead)

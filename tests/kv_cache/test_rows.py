@@ -94,8 +94,7 @@ def test_any_step_against_one_row_at_a_time(data: st.DataObject) -> None:
     assert list(zip(*columns, strict=True)) == naive
     sampled = [(r, p) for r, p, _ in naive if p >= context[r] + query[r] - samples[r]]
     at = rows.logits_indices
-    found = zip(rows.sample_requests.tolist(), rows.positions[at].tolist(), strict=True)
-    assert list(found) == sampled
+    assert list(zip(rows.sample_requests.tolist(), rows.positions[at].tolist(), strict=True)) == sampled
     assert (rows.context_lens.tolist(), rows.query_lens.tolist()) == (context, query)
 
 
@@ -105,9 +104,6 @@ def test_arguments_that_differ_in_length_are_refused() -> None:
         step_rows(rows.block_table, rows.context_lens[:2], [4, 1, 3], BLOCK_SIZE)
     with pytest.raises(ValueError, match="too small"):
         step_rows(rows.block_table[:, :1], rows.context_lens, [4, 1, 3], BLOCK_SIZE)
-
-
-# --- validation -----------------------------------------------------------------------------------------------
 
 
 def test_good_rows_pass_and_their_padding_is_not_looked_at() -> None:
@@ -198,9 +194,6 @@ def with_table(block_table: list[list[int]]) -> StepRows:
 def test_validate_names_the_contradiction(rows: StepRows, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rows.validate(NUM_BLOCKS)
-
-
-# --- rows that can be written together ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,7 @@ def test_prompts_seen_before_a_restart_are_not_computed_after_it(tmp_path: Path,
     first, counts = generate(model, kv_cache_dir=kv, async_scheduling=ahead)
     assert first == plain and counts["blocks_saved"] > 0
     # The location of the checkpoint does not matter, only its content.
-    moved = model.rename(tmp_path / "elsewhere")
-    second, counts = generate(moved, kv_cache_dir=kv, async_scheduling=ahead)
+    second, counts = generate(model.rename(tmp_path / "elsewhere"), kv_cache_dir=kv, async_scheduling=ahead)
     assert second == plain
     # The first 48 tokens of both prompts are equal. A prompt of one block or less is not stored.
     assert counts["prompt_tokens_store"] + counts["prompt_tokens_local"] == 96 + 48

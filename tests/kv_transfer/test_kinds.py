@@ -17,6 +17,7 @@ import pytest
 
 from tests.kv_transfer.test_engines import BLOCK_SIZE, PROMPTS, files, make_prompt
 from tests.support.kv_engines import KVEngine, MakeEngine, hand_over, kv_engine
+from tests.support.running import DISPATCHES
 from tests.support.sweeps import sweep
 from tests.support.tiny_engine import with_vocabulary
 from tools.compare.equal_outputs import compare_outputs
@@ -33,12 +34,6 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "int8": (TINY_LLAMA | {"head_dim": 64}, "int8"),
     "hybrid": (with_vocabulary(configuration("qwen3_next"), 256), "auto"),
     "int8 hybrid": (with_vocabulary(wide_configuration("qwen3_next"), 256), "int8"),
-}
-DISPATCHES: dict[str, dict[str, bool]] = {
-    "one by one": {},
-    "one ahead": {"ahead": True},
-    "behind": {"ahead": True, "behind": True},
-    "replayed": {"ahead": True, "behind": True, "replay": True},
 }
 # Tokens of each prompt outside full blocks, and the last block if all blocks are full.
 NUM_COMPUTED = sum((len(prompt) - 1) % BLOCK_SIZE + 1 for prompt in PROMPTS)
@@ -188,16 +183,12 @@ def test_other_types_do_not_find_it(make: MakeEngine) -> None:
     assert len(fingerprints) == 3
 
 
-# --- states -------------------------------------------------------------------------------------------------
-
-
 def test_what_was_loaded_is_a_checkpoint_here_too(make: MakeEngine) -> None:
     fill(engine_of(make, "hybrid"), "hybrid", PROMPTS[:1])
     engine = engine_of(make, "hybrid")
     for _ in range(3):
         engine.run(PROMPTS[:1])
-    assert engine.stats.states_loaded == 1
-    assert engine.core.scheduler.states.slots.num_hits == 2
+    assert engine.stats.states_loaded == 1 and engine.core.scheduler.states.slots.num_hits == 2
 
 
 @pytest.mark.parametrize("fault", ["spoilt", "lost"])

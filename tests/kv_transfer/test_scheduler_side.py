@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 import pytest
 
-from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.request import Request, RequestOptions, RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import KVConnectorMetadata
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 from tests.support.fake_kv_transfer import FakeTransfer
 
@@ -38,15 +32,12 @@ def make_harness(
             max_num_partial_prefills=partial,
         ),
         CacheConfig(
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            enable_prefix_caching=True,
-            model_fingerprint="m",
+            block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=True, model_fingerprint="m",
             num_state_slots=num_state_slots,
         ),
         depth=depth,
         transfer=transfer,
-    )
+    )  # fmt: skip
 
 
 def warm_store(*prompts: list[int], config: KVTransferConfig | None = None, num_state_slots: int = 0) -> FakeTransfer:
@@ -104,8 +95,7 @@ def test_holes_end_the_run_unless_the_cache_fills_them() -> None:
     del transfer.store[hashes[2]], transfer.store[hashes[8]]
     harness.submit("second", prompt, 1)
     transfer.deliver(transfer.open_tickets[0])
-    plan = harness.step()
-    assert plan.new_requests[0].num_computed_tokens == 32
+    assert harness.step().new_requests[0].num_computed_tokens == 32
     request = harness.tracked["second"].request
     assert (request.num_cached_tokens, request.num_external_tokens) == (32, 12)
     harness.drain()
@@ -129,8 +119,7 @@ def test_blocks_cached_beyond_a_hole_are_shared() -> None:
     assert ticket.hashes == hashes[3:5]
     transfer.deliver(ticket)
     plan = harness.step()
-    assert plan.num_scheduled_tokens == {"second": 1}
-    assert plan.kv_connector_metadata is not None
+    assert plan.num_scheduled_tokens == {"second": 1} and plan.kv_connector_metadata is not None
     assert list(plan.kv_connector_metadata.loads) == plan.new_requests[0].block_ids[3:5]
     harness.drain()
 
@@ -291,8 +280,7 @@ def test_no_state_is_loaded_over_one_that_the_step_reads(depth: int) -> None:
     harness.submit("reader", first.token_ids, 4)
     harness.submit("loader", stored, 4)
     transfer.deliver(transfer.open_tickets[0])
-    plans = [harness.step(), harness.step()]
-    (reader,), (loader,) = (plan.new_requests for plan in plans)
+    (reader,), (loader,) = (plan.new_requests for plan in [harness.step(), harness.step()])
     assert (reader.num_computed_tokens, loader.num_computed_tokens) == (12, 8)
     assert reader.state_slots[0] == loader.state_slots[1], "there was no other slot"
     harness.drain()
@@ -306,59 +294,3 @@ def test_blocks_that_are_freed_are_not_saved_any_more() -> None:
     connector.forget_request(going)
     meta = connector.build_connector_meta()
     assert meta is not None and meta.saves == [(b"c", 2)]
-
-
-# --- the fake runner must notice ----------------------------------------------------------------------------
-
-
-def _change_loads(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[int, np.ndarray]], dict[int, np.ndarray]]
-) -> None:
-    build = KVConnectorScheduler.build_connector_meta
-
-    def wrong(self: Any, *states: Any) -> KVConnectorMetadata | None:
-        meta = build(self, *states)
-        if meta is not None:
-            meta.loads = change(meta.loads)
-        return meta
-
-    monkeypatch.setattr(KVConnectorScheduler, "build_connector_meta", wrong)
-
-
-def _load_into_a_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    _change_loads(monkeypatch, lambda loads: dict(zip(loads, reversed(list(loads.values())), strict=True)))
-
-
-def _load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    _change_loads(monkeypatch, lambda loads: {})
-
-
-def _save_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = KVConnectorScheduler.queue_saves
-
-    def wrong(self: Any, request: Request, hashes: list[bytes], block_ids: list[int]) -> None:
-        queue(self, request, hashes, [max(0, block_id - 1) for block_id in block_ids])
-
-    monkeypatch.setattr(KVConnectorScheduler, "queue_saves", wrong)
-
-
-@pytest.mark.parametrize("mistake", [None, _load_into_a_wrong_block, _load_nothing, _save_the_block_before])
-def test_harness_notices(mistake: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run() -> None:
-        store: dict[bytes, np.ndarray] = {}
-        for _ in range(2):
-            transfer = FakeTransfer()
-            transfer.store = store
-            transfer.answer_at_once()
-            harness = make_harness(transfer, num_blocks=14, depth=2)
-            for i in range(8):
-                harness.submit(f"r{i}", make_prompt(i % 6, 12 + 5 * (i % 3)), 9)
-            harness.drain()
-            assert harness.scheduler.num_preemptions > 0
-
-    if mistake is None:
-        run()
-        return
-    mistake(monkeypatch)
-    with pytest.raises(AssertionError):
-        run()

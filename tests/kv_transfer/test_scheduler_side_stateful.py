@@ -50,13 +50,10 @@ class KVMachine(SchedulerMachine):
                 speculative=None if self.drafts is None else speculative_config(draw(st.integers(1, 6), "num_drafts")),
             ),
             CacheConfig(
-                block_size=block_size,
-                num_blocks=num_blocks,
-                enable_prefix_caching=True,
-                model_fingerprint="fake",
+                block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=True, model_fingerprint="fake",
                 num_state_slots=num_slots,
             ),
-        )
+        )  # fmt: skip
         self.capacity = min(400, block_size * num_blocks + 1)
         self.num_requests = 0
         self.start()

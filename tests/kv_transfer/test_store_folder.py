@@ -74,7 +74,6 @@ def test_a_directory_with_other_things_is_refused_and_left_as_it_was(tmp_path: P
     write_old(tmp_path, name)
     before = tree(tmp_path)
     config = kv_transfer_config(EngineArgs(model="m", kv_cache_dir=str(tmp_path), kv_cache_dir_size=10 * SIZE))
-    assert config is not None
     with pytest.raises(ConfigError, match=r"--kv-cache-dir.*name a new or an empty directory") as raised:
         open_store(config, make_layout())
     assert raised.value.flag == "--kv-cache-dir" and str(tmp_path) in str(raised.value)
@@ -86,7 +85,6 @@ def test_the_flag_that_is_named_is_the_users(tmp_path: Path) -> None:
     write_old(tmp_path, "model.safetensors")
     text = f'{{"kv_connector": "disk", "kv_role": "kv_both", "kv_connector_extra_config": {{"path": "{tmp_path}"}}}}'
     config = kv_transfer_config(EngineArgs(model="m", kv_transfer_config=text))
-    assert config is not None
     with pytest.raises(ConfigError, match="name a new or an empty directory") as raised:
         open_store(config, LAYOUT)
     assert raised.value.flag == "--kv-transfer-config"
@@ -143,8 +141,7 @@ def test_a_store_that_became_something_else_is_left_alone(tmp_path: Path) -> Non
     store = DiskStore(root, FINGERPRINT, max_size=10 * SIZE)
     store.put(stored(1))
     shutil.rmtree(root)
-    name = f"{FINGERPRINT}/00/{1:064x}.safetensors"
-    write_old(root, name, "model.safetensors")
+    write_old(root, f"{FINGERPRINT}/00/{1:064x}.safetensors", "model.safetensors")
     before = tree(root)
     with pytest.raises(StoreError, match="name a new or an empty directory"):
         store.put(stored(0xAB << 248))
@@ -155,8 +152,7 @@ def test_a_store_that_became_something_else_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_readers_need_no_marker_and_remove_nothing_without_one(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, FINGERPRINT)
-    store.put(stored(1))
+    DiskStore(tmp_path, FINGERPRINT).put(stored(1))
     (tmp_path / MARKER).unlink()
     before = tree(tmp_path)
     reader = DiskStore(tmp_path, FINGERPRINT, writable=False)
@@ -247,8 +243,7 @@ def test_folders_and_files_are_the_users_alone_whatever_the_umask(tmp_path: Path
 
 
 def test_a_store_that_was_open_to_others_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = DiskStore(tmp_path, FINGERPRINT)
-    store.put(stored(1))
+    DiskStore(tmp_path, FINGERPRINT).put(stored(1))
     folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())]
     for folder in folders:
         folder.chmod(0o777)

@@ -35,6 +35,7 @@ from tests.support.serving import wait_until
 FINGERPRINT = "0123456789abcdef" * 2
 ANOTHER_MODEL = "f" * 32
 DEADLINE = 60.0
+MakeTransfer = Callable[..., KVTransfer]
 
 
 def make_layout(fingerprint: str = FINGERPRINT) -> BlockLayout:
@@ -151,8 +152,7 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     store.put(stored(50))
     assert not any(other.contains(hashes(100))), "the cap counts all models"
     assert store.contains(hashes(0, 1, 2, 8, 50)) == [True, False, True, True, True]
-    total = sum(p.stat().st_size for p in tmp_path.rglob("*.safetensors"))
-    assert total <= 10 * size
+    assert sum(p.stat().st_size for p in tmp_path.rglob("*.safetensors")) <= 10 * size
 
 
 def test_old_temporary_files_are_swept_up(tmp_path: Path) -> None:
@@ -293,8 +293,7 @@ def test_writers_killed_at_any_point_leave_whole_blocks_only(tmp_path: Path, num
     for path in others:
         os.utime(path, (1, 1))
     store = DiskStore(tmp_path, FINGERPRINT)
-    left = [path.name for path in others if path.exists()]
-    assert left == [MARKER], "what they were writing is swept up"
+    assert [path.name for path in others if path.exists()] == [MARKER], "what they were writing is swept up"
     for seed in range(50):
         store.put(stored(seed))
     assert check_whole(tmp_path) == 50
@@ -319,7 +318,6 @@ def test_two_processes_write_the_same_blocks(tmp_path: Path) -> None:
             assert writer.poll() is None, "a writer ended by itself"
             writer.send_signal(signal.SIGKILL)
             writer.wait()
-            assert writer.stdout is not None
             writer.stdout.close()
     check_whole(tmp_path)
 
@@ -385,7 +383,7 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def make_transfer(store: MemoryStore) -> Iterator[Callable[..., KVTransfer]]:
+def make_transfer(store: MemoryStore) -> Iterator[MakeTransfer]:
     """Create transfers over the store. They close at the end of the test, when the store works again."""
     transfers: list[KVTransfer] = []
 
@@ -404,7 +402,7 @@ def make_transfer(store: MemoryStore) -> Iterator[Callable[..., KVTransfer]]:
 
 
 @pytest.fixture
-def transfer(make_transfer: Callable[..., KVTransfer], clock: Clock) -> KVTransfer:
+def transfer(make_transfer: MakeTransfer, clock: Clock) -> KVTransfer:
     limits = {"max_load_bytes": 4 * LAYOUT.nbytes, "max_save_bytes": 4 * LAYOUT.nbytes}
     return make_transfer(clock, **limits, io_threads=2, save_on_close=0.01)
 
@@ -441,7 +439,7 @@ def test_a_follower_waits_for_blocks_that_are_not_there_yet(transfer: KVTransfer
     wait_until(lambda: ticket.is_done, "the end")
 
 
-def test_a_state_after_blocks_of_the_local_cache_is_found(make_transfer: Callable[..., KVTransfer]) -> None:
+def test_a_state_after_blocks_of_the_local_cache_is_found(make_transfer: MakeTransfer) -> None:
     """The blocks before the state are not loaded."""
     transfer = make_transfer(state_layout=LAYOUT)
     (block_hash,), state = hashes(1), block(1)[1]
@@ -454,7 +452,7 @@ def test_a_state_after_blocks_of_the_local_cache_is_found(make_transfer: Callabl
 
 
 def test_a_shortened_load_does_not_wait_for_a_state_after_its_blocks(
-    make_transfer: Callable[..., KVTransfer], store: MemoryStore
+    make_transfer: MakeTransfer, store: MemoryStore
 ) -> None:
     """Memory for a state and two blocks of four. The producer saves states after the first block and the last block."""
     transfer = make_transfer(state_layout=LAYOUT, max_load_bytes=3 * LAYOUT.nbytes)
@@ -512,23 +510,21 @@ def test_a_corrupt_block_that_cannot_be_removed_does_not_let_the_store_rest(
 
 
 def test_saving_pauses_between_calls_unless_somebody_waits_for_its_end(
-    make_transfer: Callable[..., KVTransfer], monkeypatch: pytest.MonkeyPatch
+    make_transfer: MakeTransfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("metal_engine.kv_transfer.save_queue._SAVE_CPU_FRACTION", 1e-12)  # pauses of years
     monkeypatch.setattr("metal_engine.kv_transfer.transfer._BYTES_PER_CALL", LAYOUT.nbytes)
     transfer = make_transfer(io_threads=1)
     save(transfer, 1, 2, 3)
     wait_until(lambda: transfer.stats.as_dict()["blocks_saved"] == 1, "the first call")
-    assert not transfer.flush(0.0)
-    assert transfer.stats.as_dict()["blocks_saved"] == 1
-    assert transfer.flush(DEADLINE)
-    assert transfer.stats.as_dict()["blocks_saved"] == 3
+    assert not transfer.flush(0.0) and transfer.stats.as_dict()["blocks_saved"] == 1
+    assert transfer.flush(DEADLINE) and transfer.stats.as_dict()["blocks_saved"] == 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness for each thread")
 @pytest.mark.parametrize(("niceness", "asked_for"), [(0, [10]), (19, [])])
 def test_threads_give_way_and_live_on_where_that_is_forbidden(
-    make_transfer: Callable[..., KVTransfer], monkeypatch: pytest.MonkeyPatch, niceness: int, asked_for: list[int]
+    make_transfer: MakeTransfer, monkeypatch: pytest.MonkeyPatch, niceness: int, asked_for: list[int]
 ) -> None:
     """In a process with a higher nice value (`nice -n 19`), lowering the value would need privileges."""
     given: list[int] = []
@@ -546,7 +542,7 @@ def test_threads_give_way_and_live_on_where_that_is_forbidden(
 
 
 def test_many_followers_do_not_look_more_often_together(
-    make_transfer: Callable[..., KVTransfer], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    make_transfer: MakeTransfer, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_module, "_POLLS_PER_SECOND", 0.1)
     transfer = make_transfer(io_threads=1)
@@ -568,8 +564,7 @@ def test_a_store_that_fails_is_let_rest(
     assert transfer.start_load("r2", hashes(1), follow=False).is_done
     assert store.num_calls == num_calls, "a store that failed is not asked by the next request"
     save(transfer, 5)
-    assert transfer.flush(DEADLINE)
-    assert transfer.grant_saves(3) == 0
+    assert transfer.flush(DEADLINE) and transfer.grant_saves(3) == 0
     assert transfer.stats.blocks_failed == 1 and transfer.stats.store_errors == 2
     store.error = None
     clock.now += 5
@@ -635,8 +630,7 @@ def test_a_full_queue_grants_no_saves(transfer: KVTransfer, store: MemoryStore) 
     store.open.clear()
     assert transfer.grant_saves(6) == 4
     save(transfer, 1, 2, 3)
-    assert transfer.grant_saves(6) == 1
-    assert transfer.stats.blocks_dropped == 7
+    assert transfer.grant_saves(6) == 1 and transfer.stats.blocks_dropped == 7
     store.open.set()
     assert transfer.flush(DEADLINE) and transfer.grant_saves(4) == 4
 
@@ -648,8 +642,7 @@ def test_loads_take_turns_for_host_memory(transfer: KVTransfer, store: MemorySto
     assert len(first.blocks) == 4
     second = transfer.start_load("second", hashes(10, 11), follow=False)
     third = transfer.start_load("third", hashes(12, 13), follow=False)
-    aborted = transfer.start_load("aborted", hashes(14), follow=False)
-    transfer.end_load(aborted)
+    transfer.end_load(transfer.start_load("aborted", hashes(14), follow=False))
     assert second.started is third.started is None and transfer.stats.loads_deferred == 3
     assert len(transfer.end_load(first)) == 4
     assert second.started is None, "what has arrived takes its memory until it is released"
@@ -681,16 +674,14 @@ def test_a_load_cancelled_in_the_middle_gives_its_memory_back(transfer: KVTransf
     assert transfer.num_reserved_bytes == 0
 
 
-def test_closing_writes_what_waits(make_transfer: Callable[..., KVTransfer], store: MemoryStore) -> None:
+def test_closing_writes_what_waits(make_transfer: MakeTransfer, store: MemoryStore) -> None:
     transfer = make_transfer(save_on_close=DEADLINE)
     save(transfer, *range(40))
     transfer.close()
     assert len(store.blocks) == 40
 
 
-def test_closing_does_not_wait_for_a_store_that_hangs(
-    make_transfer: Callable[..., KVTransfer], store: MemoryStore
-) -> None:
+def test_closing_does_not_wait_for_a_store_that_hangs(make_transfer: MakeTransfer, store: MemoryStore) -> None:
     transfer = make_transfer(save_on_close=0.01)
     store.open.clear()
     save(transfer, 1)

@@ -127,7 +127,6 @@ def test_a_server_that_does_not_answer_is_refused_without_its_password() -> None
     url = f"redis://user:secret@127.0.0.1:{server.port}/0"
     text = json.dumps({"kv_connector": "valkey", "kv_role": "kv_both", "kv_connector_extra_config": {"url": url}})
     config = kv_transfer_config(EngineArgs(model="m", kv_transfer_config=text))
-    assert config is not None
     with pytest.raises(ConfigError, match="does not respond") as error:
         open_store(config, LAYOUT)
     assert "secret" not in str(error.value)

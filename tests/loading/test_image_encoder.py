@@ -46,13 +46,9 @@ from tests.support.vision import (
 SIZES: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 128, "max_num_batched_tokens": 64}
 # Settings of Qwen's image processor for the tiny encoders.
 PROCESSOR: dict[str, Any] = {
-    "patch_size": 4,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "size": {"shortest_edge": 64, "longest_edge": 64 * 64},
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-}
+    "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 64 * 64}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
 PARTS = (7, (4, 6, 1), 9)
 DRAFT = '{"method": "draft_model", "model": "./m", "num_speculative_tokens": 2}'
 # As published: with InternVL's own name of the text model's configuration.

@@ -151,7 +151,6 @@ def test_every_architecture_with_all_its_targets(architecture: str, tmp_path: Pa
         max_num_seqs=4,
         max_num_batched_tokens=16,
     )
-    assert engine.adapters is not None
     prompt = np.random.default_rng(0).integers(0, _FEWEST_TOKENS, 21).tolist()
     for name in ("a", "base"):
         (prepared,) = engine.prepare_all([prompt], _PROMPT_ONLY, adapter=engine.adapters.find(name))

@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 
 from metal_engine.errors import AdapterError
@@ -19,8 +18,10 @@ from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.prefix_cache import root_hash
 from metal_engine.scheduling.speculation.ngram import NgramProposer
+from tests.lora.test_layers import rounded
 from tests.support import adapters
 from tests.support.draft_heads import draft_always, random_head
+from tests.support.running import drain
 from tests.support.speculation import draft_for_free, draft_model_config, head_config, propose_from, speculative_config
 from tests.support.tiny_engine import reference_logits, tiny_reference
 from tools.compare.equal_outputs import compare_outputs
@@ -28,6 +29,8 @@ from tools.fixtures.fake_engine import byte_ids
 from tools.fixtures.lora_adapters import write_peft
 from tools.fixtures.stepped_engine import SteppedEngine
 
+# Outputs for each text, by adapter. None: without.
+Answers = dict[str | None, list[list[int]]]
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 TEXTS = [
@@ -52,9 +55,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def golden(folders: dict[str, Path]) -> dict[str | None, list[list[int]]]:
+def golden(folders: dict[str, Path]) -> Answers:
     """Return mlx-lm's outputs for each text, with each adapter and without."""
-    found: dict[str | None, list[list[int]]] = {}
+    found: Answers = {}
     for name in (None, *folders):
         model = adapters.mlx_lms(tiny_reference(), None if name is None else folders[name])
         found[name] = [adapters.mlx_lm_answer(model, byte_ids(text), NUM_TOKENS) for text in TEXTS]
@@ -79,9 +82,7 @@ def run_out(engine: SteppedEngine, preempt_every: int = 0) -> dict[str, list[int
     return tokens
 
 
-def check(
-    engine: SteppedEngine, folders: dict[str, Path], golden: dict[str | None, list[list[int]]], preempt_every: int = 0
-) -> None:
+def check(engine: SteppedEngine, folders: dict[str, Path], golden: Answers, preempt_every: int = 0) -> None:
     """Check every text with every adapter and without, all in one batch."""
     names: list[str | None] = [None, *folders]
     for i in range(len(TEXTS)):
@@ -96,9 +97,8 @@ def check(
                 assert compare_outputs(model, byte_ids(text), expected, got).equal, (name, text)
 
 
-def test_the_adapters_make_a_difference(golden: dict[str | None, list[list[int]]]) -> None:
-    answers = {str(answer) for answer in golden.values()}
-    assert len(answers) == 9
+def test_the_adapters_make_a_difference(golden: Answers) -> None:
+    assert len({str(answer) for answer in golden.values()}) == 9
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_the_adapters_make_a_difference(golden: dict[str | None, list[list[int]]
     ],
 )
 def test_eight_and_the_base_in_one_step(
-    folders: dict[str, Path], golden: dict[str | None, list[list[int]]], config: dict[str, Any], preempt_every: int
+    folders: dict[str, Path], golden: Answers, config: dict[str, Any], preempt_every: int
 ) -> None:
     engine = adapters.adapted_engine(folders, **{"num_blocks": 400, **config})
     check(engine, folders, golden, preempt_every)
     assert (engine.stats.num_preemptions > 0) == (preempt_every > 0 or "num_blocks" in config)
 
 
-def test_speculation(folders: dict[str, Path], golden: dict[str | None, list[list[int]]]) -> None:
+def test_speculation(folders: dict[str, Path], golden: Answers) -> None:
     settings = speculative_config(4, longest=3, shortest=1)
     engine = adapters.adapted_engine(
         folders, num_blocks=400, max_num_batched_tokens=512, max_num_seqs=32, speculative=settings
@@ -131,9 +131,7 @@ def test_speculation(folders: dict[str, Path], golden: dict[str | None, list[lis
 
 
 @pytest.mark.parametrize("config", [{"num_blocks": 400}, {"num_blocks": 60}])
-def test_a_draft_model(
-    folders: dict[str, Path], golden: dict[str | None, list[list[int]]], config: dict[str, Any]
-) -> None:
+def test_a_draft_model(folders: dict[str, Path], golden: Answers, config: dict[str, Any]) -> None:
     """The draft model is the base model. Its drafts are often wrong for requests with an adapter."""
     sizes = {"max_num_batched_tokens": 512, "max_num_seqs": 32, **config}
     engine = adapters.adapted_engine(folders, speculative=draft_model_config(4), draft=tiny_reference(), **sizes)
@@ -146,9 +144,7 @@ def test_a_draft_model(
 @pytest.mark.parametrize(
     "config", [pytest.param({"num_blocks": 400}, marks=pytest.mark.full), {"num_blocks": 60, "ahead": True}]
 )
-def test_a_draft_head(
-    folders: dict[str, Path], golden: dict[str | None, list[list[int]]], config: dict[str, Any]
-) -> None:
+def test_a_draft_head(folders: dict[str, Path], golden: Answers, config: dict[str, Any]) -> None:
     """The head reads the hidden states of the adapted model, and has no adapter itself."""
     sizes = {"max_num_batched_tokens": 512, "max_num_seqs": 32, **config}
     engine = adapters.adapted_engine(folders, speculative=head_config(3), make_head=random_head, **sizes)
@@ -159,9 +155,7 @@ def test_a_draft_head(
     assert (engine.stats.num_preemptions > 0) == (config["num_blocks"] < 400)
 
 
-def test_rows_are_sorted_on_a_gpu(
-    folders: dict[str, Path], golden: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_sorted_on_a_gpu(folders: dict[str, Path], golden: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("metal_engine.lora.layers.MIN_SORTED_ROWS", 4)
     monkeypatch.setattr("metal_engine.lora.layers.computes_on_cpu", lambda: False)
     engine = adapters.adapted_engine(folders, num_blocks=400, max_num_batched_tokens=100, max_num_seqs=32)
@@ -200,7 +194,7 @@ def test_pefts_formula(tmp_path: Path, dtype: mx.Dtype, use_rslora: bool) -> Non
     """PEFT's adapters are merged into the weights by its documented formula: W + B A alpha / r, or alpha / sqrt(r)."""
     rank, alpha = 4, 6.0
     made = adapters.products(tiny_reference(), adapters.ALL, rank, seed=3)
-    made = {n: tuple(_rounded(one, dtype) for one in ab) for n, ab in made.items()}  # type: ignore[misc]
+    made = {n: tuple(rounded(one, dtype) for one in ab) for n, ab in made.items()}  # type: ignore[misc]
     folder = write_peft(tmp_path / "p", made, alpha, dtype, use_rslora=use_rslora)
     merged = tiny_reference()
     modules = dict(merged.named_modules())
@@ -214,13 +208,8 @@ def test_pefts_formula(tmp_path: Path, dtype: mx.Dtype, use_rslora: bool) -> Non
     assert compare_outputs(merged, byte_ids(TEXTS[0]), expected, run_out(engine)["p"]).equal
 
 
-def _rounded(array: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    return np.array(mx.array(array).astype(dtype).astype(mx.float32))
-
-
 def test_prompt_logprobs_and_pooling_go_through_the_adapter(folders: dict[str, Path]) -> None:
     engine = adapters.adapted_engine(folders)
-    assert engine.adapters is not None
     vectors = []
     for name in (None, "adapter-1"):
         (prepared,) = engine.prepare_pooling([byte_ids(TEXTS[0])], PoolingParams(), adapter=engine.adapters.find(name))
@@ -238,15 +227,11 @@ def test_prompt_logprobs_and_pooling_go_through_the_adapter(folders: dict[str, P
 
 
 def first_output(engine: SteppedEngine) -> RequestOutput:
-    outputs: list[RequestOutput] = []
-    while engine.has_requests:
-        outputs += engine.step()
-    return outputs[0]
+    ((first, *_),) = drain(engine).values()
+    return first
 
 
-def test_prefixes_are_shared_within_an_adapter_only(
-    folders: dict[str, Path], golden: dict[str | None, list[list[int]]]
-) -> None:
+def test_prefixes_are_shared_within_an_adapter_only(folders: dict[str, Path], golden: Answers) -> None:
     engine = adapters.adapted_engine(folders, num_blocks=400)
     for name in (None, "adapter-0", "adapter-1"):
         for is_second in (False, True):
@@ -279,11 +264,8 @@ def test_without_an_adapter_hashes_are_what_they_were() -> None:
 # --- slots ---
 
 
-def test_an_unloaded_adapter_serves_its_requests_to_their_ends(
-    folders: dict[str, Path], golden: dict[str | None, list[list[int]]]
-) -> None:
+def test_an_unloaded_adapter_serves_its_requests_to_their_ends(folders: dict[str, Path], golden: Answers) -> None:
     engine = adapters.adapted_engine({"a": folders["adapter-1"]}, max_loras=1)
-    assert engine.adapters is not None
     add(engine, "one", TEXTS[0], "a")
     outputs = [output for _ in range(4) for output in engine.step()]
     assert engine.adapters.unload("a") and not engine.adapters.unload("a") and engine.adapters.find("a") is None
@@ -299,9 +281,7 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_ends(
     assert run_out(engine)["one"] == golden["adapter-2"][1]
 
 
-def test_replacing_leaves_those_that_run_alone(
-    folders: dict[str, Path], golden: dict[str | None, list[list[int]]]
-) -> None:
+def test_replacing_leaves_those_that_run_alone(folders: dict[str, Path], golden: Answers) -> None:
     engine = adapters.adapted_engine({"a": folders["adapter-1"]}, max_loras=2, ahead=True)
     add(engine, "old", TEXTS[0], "a")
     found: dict[str, list[int]] = {"old": [], "new": []}
@@ -318,7 +298,7 @@ def test_replacing_leaves_those_that_run_alone(
 
 
 def test_a_load_goes_in_between_steps_piece_by_piece(
-    folders: dict[str, Path], golden: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], golden: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load is split between steps, even for large layers, or if much of the slot's last adapter must be cleared."""
     monkeypatch.setattr("metal_engine.lora.registry._PIECE_BYTES", 4096)
@@ -353,7 +333,6 @@ def test_a_load_that_fails_gives_its_slot_back(folders: dict[str, Path], tmp_pat
     def fail(function: Any) -> None:
         raise RuntimeError("broken")
 
-    assert engine.adapters is not None
     with pytest.raises(RuntimeError, match="broken"):
         engine.adapters.load("a", str(folders["adapter-1"]), fail)
     with pytest.raises(AdapterError, match="~no-such-user/x is not a directory"):
@@ -397,7 +376,5 @@ def test_logits_are_mlx_lms(folders: dict[str, Path]) -> None:
         tokens = byte_ids(text)
         logits = mx.array(reference_logits(adapters.mlx_lms(tiny_reference(), folders[name]), tokens))
         expected = nn.log_softmax(logits)
-        found = outputs[request_id].prompt_logprobs
-        assert found is not None
-        for i, one in enumerate(found[1:], 1):
+        for i, one in enumerate(outputs[request_id].prompt_logprobs[1:], 1):
             assert one is not None and abs(one.logprob - expected[i - 1, tokens[i]].item()) < 1e-3

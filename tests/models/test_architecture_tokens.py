@@ -10,12 +10,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from metal_engine.models.own_caches_model import OwnCachesModel
 from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
-from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
+from tests.support.tiny_engine import greedy_tokens, run_all, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.architectures import OWN_CACHES
 from tools.fixtures.fake_engine import VOCAB_SIZE
 
@@ -31,15 +30,7 @@ PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in
 @cache
 def mlx_lms_tokens(architecture: str, dtype: mx.Dtype = mx.float32) -> list[list[int]]:
     model = tiny_reference(architecture=architecture, dtype=dtype)
-    outputs = []
-    for prompt in PROMPTS:
-        caches, tokens, output = make_prompt_cache(model), prompt, []
-        for _ in range(NUM_TOKENS):
-            logits = model(mx.array([tokens]), cache=caches)[0, -1]
-            tokens = [int(mx.argmax(logits).item())]
-            output += tokens
-        outputs.append(output)
-    return outputs
+    return [greedy_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
 def engine_of(architecture: str, **config: Any) -> Any:

@@ -21,6 +21,7 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from metal_engine.settings.resolve import check_kv_cache, resolve_config
+from tests.support.memory import settled_memory
 from tools.fixtures.architectures import SUPPORTED, configuration
 from tools.fixtures.tiny_models import random_model
 
@@ -37,8 +38,7 @@ def facts(model_type: str) -> CheckpointRequirements:
 def test_kv_of_a_token(model_type: str) -> None:
     info = expected_model_info("x", facts(model_type))
     paged = PagedModel(random_model(configuration(model_type)))
-    assert info is not None
-    assert info.kv_bytes_per_token == paged.pool.bytes_per_token
+    assert info is not None and info.kv_bytes_per_token == paged.pool.bytes_per_token
     assert info.state_bytes_per_request == paged.pool.bytes_per_request
     num_layers = sum(not isinstance(state, IndexState) for state in paged.pool.states)
     assert (info.vocab_size, info.num_layers) == (paged.vocab_size, num_layers)
@@ -98,7 +98,6 @@ def test_memory_of_mlx_lms_caches_is_within_what_is_counted() -> None:
     paged = open_paged_model(random_model(configuration("deepseek_v41")))
     info = expected_model_info("x", facts("deepseek_v41"))
     pool, tokens = paged.pool, 0
-    assert info is not None
     assert (info.kv_bytes_per_token, info.state_bytes_per_request) == (pool.bytes_per_token, pool.bytes_per_request)
     pool.allocate(200, 4, 2)
     gc.collect()  # otherwise, garbage of other tests could be freed while this test measures
@@ -128,8 +127,7 @@ def test_large_weights_are_never_made() -> None:
         "hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672, "num_attention_heads": 64,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
     }  # fmt: skip
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
+    before = settled_memory()
     info = expected_model_info("x", CheckpointRequirements(config, 1, 1, "bfloat16"))
     assert info is not None and info.kv_bytes_per_token == 2 * 80 * 8 * 128 * 2
     assert mx.get_peak_memory() - before < 64 << 20

@@ -98,14 +98,12 @@ class HeadWithNorm(gpt2.Model):
     """A model whose last norm is not a module."""
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        hidden = mx.fast.rms_norm(self.model(inputs, cache), None, 1e-6)
-        return self.model.wte.as_linear(hidden)
+        return self.model.wte.as_linear(mx.fast.rms_norm(self.model(inputs, cache), None, 1e-6))
 
 
 def test_a_model_that_normalizes_after_its_trunk_gives_no_hidden_states() -> None:
     config = configuration("gpt2")
-    model = HeadWithNorm(gpt2.ModelArgs.from_dict(config))
-    problem = PagedModel(model).hidden_problem
+    problem = PagedModel(HeadWithNorm(gpt2.ModelArgs.from_dict(config))).hidden_problem
     assert problem is not None and "normalized once more" in problem
     assert PagedModel(random_model(config)).hidden_problem is None
 

@@ -11,9 +11,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
-from metal_engine.attention.indexed import IndexQueries, KeySelection, SelectionSize
+from metal_engine.attention.indexed import KeySelection, SelectionSize
 from metal_engine.attention.portable import backend as portable
 from metal_engine.attention.portable import indexed
 from metal_engine.attention.portable.backend import PortableBackend
@@ -30,9 +29,10 @@ from metal_engine.runner.step_memory import measure_step_bytes
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import NO_REPLAY_WITH_INDEX
 from tests.support.kv_engines import kv_engine
+from tests.support.running import run
 from tests.support.speculation import draft_for_free, speculative_config
 from tests.support.sweeps import sweep
-from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
+from tests.support.tiny_engine import greedy_tokens, tiny_engine, tiny_reference
 from tools.fixtures.architectures import VOCAB_SIZE, configuration
 from tools.fixtures.fake_engine import VOCAB_SIZE as ENGINE_VOCAB_SIZE
 from tools.fixtures.fake_engine import tiny_tokenizer
@@ -66,15 +66,7 @@ CONFIGS = {
 
 def mlx_lms_tokens(config: dict[str, Any]) -> list[list[int]]:
     model = tiny_reference(architecture=config)
-    outputs = []
-    for prompt in PROMPTS:
-        caches, tokens, output = make_prompt_cache(model), prompt, []
-        for _ in range(NUM_TOKENS):
-            logits = model(mx.array([tokens]), cache=caches)[0, -1]
-            tokens = [int(mx.argmax(logits).item())]
-            output += tokens
-        outputs.append(output)
-    return outputs
+    return [greedy_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
 def engine_of(config: dict[str, Any], **options: Any) -> Any:
@@ -82,19 +74,15 @@ def engine_of(config: dict[str, Any], **options: Any) -> Any:
     return tiny_engine(architecture=config, **{**defaults, **options})
 
 
-def tokens_of(engine: Any) -> list[list[int]]:
-    return [token_ids(outputs) for outputs in run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])]
-
-
 @pytest.mark.parametrize("name", sweep(zip(CONFIGS), [("8",), ("2 blocks",)]))
 def test_tokens_with_contexts_far_beyond_the_selection(name: str) -> None:
     config = CONFIGS[name]
     expected = mlx_lms_tokens(config)
     engine = engine_of(config, max_num_batched_tokens=61)
-    assert tokens_of(engine) == expected
-    assert tokens_of(engine) == expected  # from the prefix cache
+    assert run(engine, PROMPTS, GREEDY) == expected
+    assert run(engine, PROMPTS, GREEDY) == expected  # from the prefix cache
     preempted = engine_of(config, ahead=True, num_blocks=104, max_num_batched_tokens=256)
-    assert tokens_of(preempted) == expected
+    assert run(preempted, PROMPTS, GREEDY) == expected
     assert preempted.scheduler.num_preemptions
 
 
@@ -103,14 +91,14 @@ def test_drafts_are_verified_with_a_selection_for_each_row() -> None:
     plain = engine_of(config)
     drafting = engine_of(config, speculative=speculative_config(longest=1, shortest=1))
     draft_for_free(drafting)
-    assert tokens_of(drafting) == tokens_of(plain) == mlx_lms_tokens(config)
+    assert run(drafting, PROMPTS, GREEDY) == run(plain, PROMPTS, GREEDY) == mlx_lms_tokens(config)
     assert drafting.metrics.num_draft_tokens > 0
 
 
 def test_decodes_are_not_replayed_for_that_reason() -> None:
     config = config_of()
     engine = engine_of(config, replay=True)
-    assert tokens_of(engine) == mlx_lms_tokens(config)
+    assert run(engine, PROMPTS, GREEDY) == mlx_lms_tokens(config)
     assert engine.metrics.replay_refusal == NO_REPLAY_WITH_INDEX
     assert not engine.metrics.num_decode_forwards["replayed"]
 
@@ -136,7 +124,7 @@ def test_index_keys_are_stored_and_counted_and_never_quantized() -> None:
     check_paged_model(quantized, PortableBackend(), VOCAB_SIZE)
     # The engine's tokens do not depend on chunks, although attention reads quantized latents.
     whole, chunked = (
-        tokens_of(engine_of(wide, kv_cache_dtype="int8", max_num_batched_tokens=size)) for size in (512, 7)
+        run(engine_of(wide, kv_cache_dtype="int8", max_num_batched_tokens=size), PROMPTS, GREEDY) for size in (512, 7)
     )
     assert whole == chunked
 
@@ -213,77 +201,41 @@ def test_no_random_model_with_blocks_is_refused_in_half_precision(num_models: in
         assert {index.size for index in indexer.indexers(paged.model)} == {SelectionSize(16, 128, 1)}
 
 
-def _patched(name: str, function: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
-    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(indexed, name, function(getattr(indexed, name)))
-
-    return patch
+def _one_less(found: KeySelection) -> KeySelection:
+    return replace(found, positions=[mx.where(mx.arange(8) == 0, -1, one) for one in found.positions])
 
 
-def _no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexer, "plan_selection", lambda *_: None)
+# Mistakes: owners and name of a function, and the wrong function in its place.
+MISTAKES: dict[str, tuple[list[Any], str, Callable[..., Any]]] = {
+    "no selection": ([indexer], "plan_selection", lambda own: lambda *_: None),
+    "a selection that is not used": ([IndexCache], "take", lambda own: lambda self: None),
+    "keys of the other request": (
+        [IndexState], "read", lambda own: lambda self, slots: own(self, mx.roll(slots, 1, axis=0)),
+    ),
+    "one key less": ([portable], "select_keys", lambda own: lambda *args: _one_less(own(*args))),
+    "the smallest scores": ([indexed], "largest", lambda own: lambda scores, *rest: own(-scores, *rest)),
+    "the first keys": ([indexed], "largest", lambda own: lambda scores, *rest: own(mx.zeros_like(scores), *rest)),
+    "weights without signs": (
+        [portable], "select_keys",
+        lambda own: lambda plan, index, *rest: own(plan, replace(index, weights=mx.abs(index.weights)), *rest),
+    ),
+    "queries at wrong positions": (
+        [indexer.PagedIndexer, indexer.PagedBlockAttention], "project",
+        lambda own: lambda self, x, qr, at: own(self, x, qr, at)._replace(queries=own(self, x, qr, at + 3).queries),
+    ),
+    "latents of other keys": (
+        [indexed], "_attend_tile", lambda own: lambda tile, at, *rest: own(tile, mx.where(at > 0, at - 1, at), *rest),
+    ),
+}  # fmt: skip
 
 
-def _not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(IndexCache, "take", lambda self: None)
-
-
-def _keys_of_the_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = IndexState.read
-    monkeypatch.setattr(IndexState, "read", lambda self, slots: read(self, mx.roll(slots, 1, axis=0)))
-
-
-def _one_key_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    select = portable.select_keys
-
-    def select_fewer(*args: Any) -> KeySelection:
-        found = select(*args)
-        return replace(found, positions=[mx.where(mx.arange(8) == 0, -1, one) for one in found.positions])
-
-    monkeypatch.setattr(portable, "select_keys", select_fewer)
-
-
-def _weights_without_signs(monkeypatch: pytest.MonkeyPatch) -> None:
-    select = portable.select_keys
-
-    def select_others(plan: Any, index: IndexQueries, *rest: Any) -> KeySelection:
-        return select(plan, replace(index, weights=mx.abs(index.weights)), *rest)
-
-    monkeypatch.setattr(portable, "select_keys", select_others)
-
-
-def _positions_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (indexer.PagedIndexer, indexer.PagedBlockAttention):
-        project = kind.project
-
-        def off(self: Any, x: mx.array, qr: mx.array, offset: Any, project: Any = project) -> Any:
-            return project(self, x, qr, offset)._replace(queries=project(self, x, qr, offset + 3).queries)
-
-        monkeypatch.setattr(kind, "project", off)
-
-
-def _latents_of_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend_tile = indexed._attend_tile
-
-    def attend_others(tile: Any, positions: mx.array, *rest: Any) -> Any:
-        return attend_tile(tile, mx.where(positions > 0, positions - 1, positions), *rest)
-
-    monkeypatch.setattr(indexed, "_attend_tile", attend_others)
-
-
-SMALLEST = _patched("largest", lambda own: lambda scores, *rest: own(-scores, *rest))
-FIRST = _patched("largest", lambda own: lambda scores, *rest: own(mx.zeros_like(scores), *rest))
-MISTAKES = {
-    "no selection": _no_plan,
-    "a selection that is not used": _not_taken,
-    "keys of the other request": _keys_of_the_other_request,
-    "one key less": _one_key_less,
-    "the smallest scores": SMALLEST,
-    "the first keys": FIRST,
-    "weights without signs": _weights_without_signs,
-    "queries at wrong positions": _positions_off_by_one,
-    "latents of other keys": _latents_of_other_keys,
-}
+def check_is_refused(models: list[PagedModel], mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owners, name, wrong = MISTAKES[mistake]
+    for owner in owners:
+        monkeypatch.setattr(owner, name, wrong(getattr(owner, name)))
+    for paged in models:
+        with pytest.raises(UnsupportedModelError, match=r"index selects other keys|logits .* are off"):
+            check(paged)
 
 
 @pytest.mark.parametrize(
@@ -294,11 +246,7 @@ MISTAKES = {
 def test_a_wrong_selection_is_refused(
     mistake: str, dtype: mx.Dtype, num_models: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = [half_precision(seed, dtype) for seed in range(num_models)]
-    MISTAKES[mistake](monkeypatch)
-    for paged in models:
-        with pytest.raises(UnsupportedModelError, match=r"index selects other keys|logits .* are off"):
-            check(paged)
+    check_is_refused([half_precision(seed, dtype) for seed in range(num_models)], mistake, monkeypatch)
 
 
 # A layer selects blocks by the signs of its products, and two blocks of four keys.
@@ -310,16 +258,11 @@ MISTAKES_OF_BLOCKS = [name for name in MISTAKES if name not in ("weights without
 def test_a_wrong_selection_of_blocks_is_refused(
     mistake: str, dtype: mx.Dtype, num_models: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = [half_precision_of_blocks(seed, dtype) for seed in range(num_models)]
-    MISTAKES[mistake](monkeypatch)
-    for paged in models:
-        with pytest.raises(UnsupportedModelError, match=r"index selects other keys|logits .* are off"):
-            check(paged)
+    check_is_refused([half_precision_of_blocks(seed, dtype) for seed in range(num_models)], mistake, monkeypatch)
 
 
 def test_attention_to_quantized_latents_is_compared_for_selected_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = config_of(kv_lora_rank=60, qk_rope_head_dim=4)
-    paged = PagedModel(random_model(wide), kv_cache_dtype="int8")
+    paged = PagedModel(random_model(config_of(kv_lora_rank=60, qk_rope_head_dim=4)), kv_cache_dtype="int8")
     attend_tile = indexed._attend_tile
 
     def attend_wrongly(tile: Any, positions: mx.array, queries: mx.array, state: Any, *rest: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -97,42 +98,27 @@ def test_the_check_passes_with_keys_of_200(kv_cache_dtype: str, dtype: mx.Dtype)
         check(PagedModel(model, kv_cache_dtype=kv_cache_dtype))
 
 
-# --- bugs: each in one place of storing, reading or computing -------------------------------------------------
-
-
-def _scale_of_another_group(state: QuantizedKVState, kept: dict[str, mx.array]) -> None:
-    kept["key_scales"] = mx.roll(kept["key_scales"], 1, axis=-1 if kept["key_scales"].shape[-1] > 1 else 1)
-
-
-def _no_bias(state: QuantizedKVState, kept: dict[str, mx.array]) -> None:
-    kept["key_biases"] = mx.zeros_like(kept["key_biases"])
-
-
-def _no_bias_of_values(state: QuantizedKVState, kept: dict[str, mx.array]) -> None:
-    kept["value_biases"] = mx.zeros_like(kept["value_biases"])
-
-
-def _scale_of_keys_for_values(state: QuantizedKVState, kept: dict[str, mx.array]) -> None:
-    kept["value_scales"], kept["value_biases"] = kept["key_scales"], kept["key_biases"]
-
-
-def _half_the_scale(state: QuantizedKVState, kept: dict[str, mx.array]) -> None:
-    kept["value_scales"] = kept["value_scales"] / 2
-
-
-MISTAKES = [_scale_of_another_group, _no_bias, _no_bias_of_values, _scale_of_keys_for_values, _half_the_scale]
+# Changes to stored rows.
+MISTAKES: dict[str, Callable[[dict[str, mx.array]], dict[str, mx.array]]] = {
+    "scale of another group": lambda kept: {
+        "key_scales": mx.roll(kept["key_scales"], 1, axis=-1 if kept["key_scales"].shape[-1] > 1 else 1)
+    },
+    "no bias": lambda kept: {"key_biases": mx.zeros_like(kept["key_biases"])},
+    "no bias of values": lambda kept: {"value_biases": mx.zeros_like(kept["value_biases"])},
+    "scale of keys for values": lambda kept: {"value_scales": kept["key_scales"], "value_biases": kept["key_biases"]},
+    "half the scale": lambda kept: {"value_scales": kept["value_scales"] / 2},
+}
 
 
 @pytest.mark.parametrize(("mistake", "kv_cache_dtype", "dtype"), diagonal(MISTAKES, KV_TYPES, DTYPES))
 def test_the_check_notices_mistakes(
-    mistake: Any, kv_cache_dtype: str, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+    mistake: str, kv_cache_dtype: str, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = QuantizedKVState.encode
 
     def encode_wrongly(self: QuantizedKVState, rows: Mapping[str, mx.array]) -> dict[str, mx.array]:
         kept = encode(self, rows)
-        mistake(self, kept)
-        return kept
+        return kept | MISTAKES[mistake](kept)
 
     monkeypatch.setattr(QuantizedKVState, "encode", encode_wrongly)
     with pytest.raises(UnsupportedModelError, match=f"attention over keys and values in {kv_cache_dtype} is off by"):
@@ -202,21 +188,13 @@ def _own_rows_in_float(monkeypatch: pytest.MonkeyPatch, *, of_decodes: bool) -> 
     monkeypatch.setattr(QuantizedKVState, "_dequantized", dequantized)
 
 
-def _all_own_rows_in_float(monkeypatch: pytest.MonkeyPatch) -> None:
-    _own_rows_in_float(monkeypatch, of_decodes=False)
-
-
-def _decodes_own_rows_in_float(monkeypatch: pytest.MonkeyPatch) -> None:
-    _own_rows_in_float(monkeypatch, of_decodes=True)
-
-
 # Mistakes, each with a pattern of the refusal's message.
 FORWARDS = {
     _later_positions_off_by_one: "logits through the paged cache are off",
     _larger_scale_in_calls: "logits through the paged cache are off",
     _larger_scale_in_the_backend: "its attention over keys and values in int",
-    _all_own_rows_in_float: "its attention (over keys|reads a step's own keys)",
-    _decodes_own_rows_in_float: "its attention (over keys|reads a step's own keys)",
+    partial(_own_rows_in_float, of_decodes=False): "its attention (over keys|reads a step's own keys)",
+    partial(_own_rows_in_float, of_decodes=True): "its attention (over keys|reads a step's own keys)",
 }
 
 

@@ -38,8 +38,7 @@ def test_module_by_module(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", RECURRENT)
 def test_which_way(model_type: str) -> None:
-    model = random_model(configuration(model_type))
-    paged = PagedModel(model)
+    paged = PagedModel(random_model(configuration(model_type)))
     caches = [cache for cache in paged.layer_caches if isinstance(cache, StateCache)]
     if model_type in BY_MODULE:
         assert not any(cache.convolved for cache in caches)
@@ -102,9 +101,6 @@ def test_the_check_notices_states_of_others(monkeypatch: pytest.MonkeyPatch) -> 
         check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 
 
-# --- segments and states ---
-
-
 def test_groups_are_batches_without_padding() -> None:
     """Rows of a decode, a fresh prompt of one token, a chunk and another decode."""
     segments = Segments(np.array([0, 1, 2, 5, 6]), np.array([4, ZERO_STATE_SLOT, 2, 3]), np.array([4, 1, 2, 3]))
@@ -125,7 +121,6 @@ def pool(num_slots: int = 5) -> RecurrentState:
 
 def states_of(state: RecurrentState, slots: tuple[int, ...], writes: tuple[int, ...]) -> list[float]:
     (values,) = state.take("0", [slots], [writes])
-    assert values is not None
     return values[:, 0].tolist()
 
 

@@ -22,6 +22,7 @@ if GPU is not None:
 import mlx.core as mx  # noqa: E402
 
 from metal_engine.runner.dispatch import choose_dispatch  # noqa: E402
+from tests.support.memory import settled_memory  # noqa: E402
 from tools.fake_gpu.workload import SMOLLM2, Workload, make_engine  # noqa: E402
 
 # 24 layers of 17 kernels. An array of keys or values takes 16 MiB, and the rest of a step much less.
@@ -43,10 +44,7 @@ def decode(ahead: bool, queued: bool, replay: bool) -> dict[str, Any]:
     engine = make_engine(_WORKLOAD, ahead=ahead, replay=replay, allow_queued_dispatch=queued)
     for _ in range(4):
         engine.step()
-    mx.synchronize()
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    held = mx.get_active_memory()
+    held = settled_memory()
     for _ in range(_NUM_STEPS):
         engine.step()
     peak = mx.get_peak_memory() - held

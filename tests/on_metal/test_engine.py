@@ -60,18 +60,11 @@ def test_a_step_that_fails_on_the_device_is_computed_again(factory: Callable[...
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     outputs = []
     for launch in (0, 5):  # 0: never
-        fails = FailsOnce(factory, launch)
-        attention = MetalBackend(fails)
+        attention = MetalBackend(FailsOnce(factory, launch))
         engine = engine_for(
-            PagedModel(tiny_model(**SHAPE)),
-            tiny_tokenizer(),
-            vocab_size=256,
-            budget=64,
-            block_size=8,
-            num_blocks=64,
-            max_num_seqs=4,
-            attention=attention,
-        )
+            PagedModel(tiny_model(**SHAPE)), tiny_tokenizer(), vocab_size=256, budget=64, block_size=8, num_blocks=64,
+            max_num_seqs=4, attention=attention,
+        )  # fmt: skip
         outputs.append(run(engine, prompts, params))
         assert engine.metrics.num_failed_steps == int(launch > 0)
     assert outputs[0] == outputs[1]

@@ -21,8 +21,7 @@ def gated_delta(
     for t in range(length):
         state = state * gates[:, t, :, None, :]
         remembered = np.einsum("bhvk,bhk->bhv", state, k[:, t])
-        update = beta[:, t, :, None] * (v[:, t] - remembered)
-        state = state + np.einsum("bhv,bhk->bhvk", update, k[:, t])
+        state = state + np.einsum("bhv,bhk->bhvk", beta[:, t, :, None] * (v[:, t] - remembered), k[:, t])
         y[:, t] = np.einsum("bhvk,bhk->bhv", state, q[:, t])
     return y, state
 
@@ -66,6 +65,5 @@ def check_two_calls(function: Callable[..., tuple[mx.array, mx.array]], arrays: 
     )
     y_before, between = function(**before)
     y_after, after_both = function(**{**after, "state": between})
-    both = mx.concatenate([y_before, y_after], axis=1)
-    assert relative_error(np.array(both), np.array(y)) < 3e-6
+    assert relative_error(np.array(mx.concatenate([y_before, y_after], axis=1)), np.array(y)) < 3e-6
     assert relative_error(np.array(after_both), np.array(state)) < 3e-6

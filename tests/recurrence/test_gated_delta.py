@@ -148,9 +148,6 @@ def test_a_nan_is_neither_hidden_nor_raised_nor_passed_on(value: float, name: st
     np.testing.assert_array_equal(y[1, :CHUNK], expected[1, :CHUNK])
 
 
-# --- mlx-lm's function ---
-
-
 def layer_arguments(case: Case, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]:
     """Return the arguments that a layer passes."""
     arrays = on_device(case.arrays())
@@ -205,8 +202,7 @@ def test_what_is_not_in_chunks_is_mlx_lms_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gated_delta, "chunked_gated_delta", never)
     one, many = (layer_arguments(Case(length, batch=2)) for length in (1, 20))
     fresh = layer_arguments(Case(1, with_state=False))
-    masked = {**many, "mask": mx.arange(20) < mx.array([[20], [15]])}
-    for arguments in (one, fresh, masked):
+    for arguments in (one, fresh, {**many, "mask": mx.arange(20) < mx.array([[20], [15]])}):
         ours, theirs = gated_delta_update(**arguments), mlx_lm_gated_delta.gated_delta_update(**arguments)
         assert all(mx.array_equal(our, their) for our, their in zip(ours, theirs, strict=True))
     with pytest.raises(AssertionError, match="in chunks"):

@@ -61,9 +61,6 @@ def test_two_calls_give_what_one_gives(first: int) -> None:
     check_two_calls(chunked_ssm, make(150, groups=2), first)
 
 
-# --- mlx-lm's function ---
-
-
 def layer_arguments(length: int, batch: int = 1, with_state: bool = True, dtype: mx.Dtype = mx.float32) -> tuple:
     """Return the arguments that a layer passes, up to the state."""
     arrays = on_device(make(length, batch=batch, with_state=with_state))
@@ -95,8 +92,7 @@ def test_half_precision(dtype: mx.Dtype) -> None:
     expected_y, expected_state = mlx_lm_ssm.ssm_update(*(array.astype(mx.float32) for array in arguments))
     assert relative_error(np.array(state), np.array(expected_state)) < 1e-5
     error, their_error = (relative_error(np.array(x.astype(mx.float32)), np.array(expected_y)) for x in (y, their_y))
-    assert error < (1e-3 if dtype == mx.float16 else 8e-3)
-    assert error <= 1.05 * their_error
+    assert error < (1e-3 if dtype == mx.float16 else 8e-3) and error <= 1.05 * their_error
 
 
 def test_what_is_not_in_chunks_is_mlx_lms_own(monkeypatch: pytest.MonkeyPatch) -> None:

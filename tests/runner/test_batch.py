@@ -83,8 +83,7 @@ class Traffic:
             plan.dropped_req_ids.append("never held")  # its step failed before it was packed
         for request_id, request in self.held.items():
             if draw(st.integers(0, 4)):
-                remaining = len(request.token_ids) - request.num_computed_tokens
-                share = draw(st.integers(1, remaining))
+                share = draw(st.integers(1, len(request.token_ids) - request.num_computed_tokens))
                 new_ids = self.blocks_up_to(request.block_ids, request.num_computed_tokens + share)
                 if new_ids:
                     plan.new_block_ids[request_id] = new_ids
@@ -256,8 +255,7 @@ def good_batch() -> PackedBatch:
     The token of the second request is the third sample of the previous step.
     """
     block_table = np.array([[3, 5], [9, 0], [2, 99]], np.int32)  # 99 is padding
-    context_lens = np.array([2, 5, 0], np.int32)
-    rows = step_rows(block_table, context_lens, [4, 1, 3], 4, num_samples=[1, 1, 0])
+    rows = step_rows(block_table, np.array([2, 5, 0], np.int32), [4, 1, 3], 4, num_samples=[1, 1, 0])
     return PackedBatch(rows=rows, **{name: np.array(values, np.int32) for name, values in TOKENS.items()})
 
 

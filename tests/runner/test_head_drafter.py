@@ -22,8 +22,9 @@ from metal_engine.runner.head_drafter import HeadDrafter
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import Drafting
 from tests.runner.test_speculation import EVERYTHING, Requests, check_same, params
-from tests.support.draft_heads import draft_always, head_engine, head_outputs, random_head
+from tests.support.draft_heads import HeadReference, draft_always, head_engine, head_outputs, random_head, watch_drafts
 from tests.support.kv_engines import kv_engine
+from tests.support.running import add_all, drain
 from tests.support.speculation import draft_for_free, head_config
 from tests.support.sweeps import diagonal
 from tests.support.tiny_engine import run_all, run_pooling, tiny_engine, tiny_reference, token_ids
@@ -43,41 +44,25 @@ SHARED: Requests = [
 HYBRID: dict[str, Any] = {"architecture": "qwen3_5", "num_state_slots": 200}
 
 
-def watch(engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
-    """Record each request's known tokens and the head's drafts after them from now on."""
-    found: list[tuple[list[int], list[int]]] = []
-    draft = HeadDrafter.draft
-
-    def watched(self: HeadDrafter, table: Any, plan: Any) -> Drafting | None:
-        drafting = draft(self, table, plan)
-        if drafting is not None:
-            found.extend((table.token_ids(table.index(r)).tolist(), d) for r, d in drafting.token_ids.items() if d)
-        return drafting
-
-    monkeypatch.setattr(HeadDrafter, "draft", watched)
-    return found
-
-
 def drafter_of(engine: SteppedEngine) -> HeadDrafter:
     found = engine.runner._drafter  # type: ignore[attr-defined]
     assert isinstance(found, HeadDrafter)
     return found
 
 
-class Reference:
+class Reference(HeadReference):
     """Greedy drafts of the random head of the tiny Qwen3.5, computed without a cache from float64 arrays."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.model = tiny_reference(architecture="qwen3_5")
         self.text = self.model.language_model
         self.head = random_head(self.model)
         self.embeddings = np.array(self.text.model.embed_tokens.weight).astype(np.float64)
         tied = self.text.args.tie_word_embeddings
         self.lm_head = self.embeddings if tied else np.array(self.text.lm_head.weight).astype(np.float64)
-        self._gaps: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     def logits(self, known: list[int], drafts: list[int]) -> np.ndarray:
-        """Return the head's logits at each of some drafts that follow known tokens, [T, V]."""
         hidden = np.array(self.text.model(mx.array(known[:-1])[None])[0]).astype(np.float64)
         following, rows = list(known[1:]), []
         for draft in drafts:
@@ -85,16 +70,6 @@ class Reference:
             rows.append(output[-1] @ self.lm_head.T)
             hidden, following = np.concatenate([hidden, output[-1:]]), [*following, draft]
         return np.array(rows)
-
-    def gap(self, known: list[int], drafts: list[int]) -> float:
-        """Return the largest gap between the best logit and a draft's logit, relative to the largest magnitude."""
-        key = tuple(known), tuple(drafts)
-        if key not in self._gaps:  # most tests have the same outputs and drafts
-            rows = self.logits(known, drafts)
-            self._gaps[key] = float(
-                max((row.max() - row[i]) / np.abs(row).max() for row, i in zip(rows, drafts, strict=True))
-            )
-        return self._gaps[key]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +106,7 @@ def test_drafts_are_those_of_the_reference(
     reference: Reference, requests: Requests, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = head_engine(**HYBRID, **config)
-    found = watch(engine, monkeypatch)
+    found = watch_drafts(monkeypatch)
     run_all(engine, requests)
     assert bool(engine.stats.num_preemptions) == ("num_blocks" in config)
     assert len(found) > 20 and max(len(drafts) for _, drafts in found) == 3
@@ -154,7 +129,7 @@ def test_a_head_may_have_an_embedding_table_of_its_own(monkeypatch: pytest.Monke
     engine = tiny_engine(speculative=head_config(3), make_head=make_head, **HYBRID)
     draft_for_free(engine)
     draft_always(engine)
-    found = watch(engine, monkeypatch)
+    found = watch_drafts(monkeypatch)
     run_all(engine, GREEDY[:2])
     assert len(found) > 5 and max(reference.gap(known, drafts) for known, drafts in found) < 1e-4
 
@@ -164,7 +139,7 @@ def test_acceptance_is_that_of_the_reference(reference: Reference, monkeypatch: 
     few = (97, 98, 99)
     requests = [(prompt, params(temperature=0, allowed_token_ids=few, max_tokens=24)) for prompt, _ in GREEDY[:2]]
     engine = head_engine(**HYBRID)
-    found = watch(engine, monkeypatch)
+    found = watch_drafts(monkeypatch)
     outputs = run_all(engine, requests)
     texts = [[*prompt, *token_ids(output)] for (prompt, _), output in zip(requests, outputs, strict=True)]
     num_accepted = 0
@@ -174,23 +149,8 @@ def test_acceptance_is_that_of_the_reference(reference: Reference, monkeypatch: 
             if few[logits[list(few)].argmax()] != right:
                 break
             num_accepted += 1
-    num_drafts = sum(len(drafts) for _, drafts in found)
-    assert engine.metrics.num_draft_tokens == num_drafts > 40
+    assert engine.metrics.num_draft_tokens == sum(len(drafts) for _, drafts in found) > 40
     assert sum(engine.metrics.num_accepted_tokens) == num_accepted > 5
-
-
-def test_a_wrong_slot_spoils_drafts(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that sees its own tokens one position late does not pass the comparison above."""
-    call = PagedDraftHead.__call__
-
-    def late(self: PagedDraftHead, token_ids: mx.array, *args: Any) -> mx.array:
-        return call(self, mx.concatenate([token_ids[:1], token_ids[:-1]]), *args)
-
-    monkeypatch.setattr(PagedDraftHead, "__call__", late)
-    engine = head_engine(**HYBRID)
-    found = watch(engine, monkeypatch)
-    run_all(engine, GREEDY[:2])
-    assert max(reference.gap(known, drafts) for known, drafts in found) > 1e-2
 
 
 @pytest.fixture(scope="module")
@@ -268,8 +228,7 @@ def test_prompts_compute_only_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.add_request("0", engine.prepare(byte_ids("p" * 30), params(temperature=0, max_tokens=4)))
     engine.step()
     assert num_rows == [30, 1]
-    while engine.has_requests:
-        engine.step()
+    drain(engine)
     assert num_rows[2:] == [1, 3, 2, 1]  # the second draft, then steps with two, one and no drafts
 
 
@@ -291,12 +250,10 @@ def test_without_requested_drafts_only_kv_is_computed(monkeypatch: pytest.Monkey
     drafter = drafter_of(engine)
     assert found == [None] * 10 and not drafter._carried
     engine.scheduler.speculation = speculation
-    outputs = [output for _ in range(2) for output in engine.step()]
-    assert found[10] is not None and not found[10].token_ids["a#0"]
-    assert found[11] is not None and len(found[11].token_ids["a#0"]) == 3
-    while engine.has_requests:
-        outputs += engine.step()
-    assert engine.stats.num_used_blocks == 0
+    for _ in range(2):
+        engine.step()
+    assert not found[10].token_ids["a#0"] and len(found[11].token_ids["a#0"]) == 3
+    drain(engine)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
@@ -309,7 +266,7 @@ def test_a_store_has_the_head_s_kv(kv_cache_dtype: str, tmp_path: Path, monkeypa
         model = tiny_model(head_dim=64)
         engine = kv_engine(tiny_tokenizer(), tmp_path, model=model, make_head=random_head, **sizes)
         with monkeypatch.context() as patch:
-            found = watch(engine.core, patch)
+            found = watch_drafts(patch)
             outputs = engine.run(prompts, 20)
         drafts = {tuple(known): drafts for known, drafts in found}
         return outputs, drafts, engine.stats.as_dict()["blocks_loaded"]
@@ -321,40 +278,29 @@ def test_a_store_has_the_head_s_kv(kv_cache_dtype: str, tmp_path: Path, monkeypa
     assert len(pairs) >= len(prompts) and all(a == b for pair in pairs for a, b in pair)
 
 
-@pytest.mark.parametrize(("where", "ahead"), diagonal(["build", "device", "follow"], [False, True]))
+@pytest.mark.parametrize(
+    ("where", "ahead"), diagonal(["HeadDrafter._forward", "synchronize", "HeadDrafter.follow"], [False, True])
+)
 def test_a_failure_costs_only_a_retry(where: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [(byte_ids(f"{i} goes on"), params(seed=i, max_tokens=24)) for i in range(4)]
     expected = run_all(tiny_engine(), requests)
     engine = head_engine(ahead=ahead)
-    outputs: dict[str, list[RequestOutput]] = {}
-    for i, (prompt, one) in enumerate(requests):
-        engine.add_request(str(i), engine.prepare(prompt, one))
-    for _ in range(4):
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
+    add_all(engine, requests)
+    outputs = [output for _ in range(4) for output in engine.step()]
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        match where:
-            case "build":
-                patch.setattr(HeadDrafter, "_forward", fail)
-            case "device":
-                patch.setattr("metal_engine.runner.head_drafter.synchronize", fail)
-            case "follow":
-                patch.setattr(HeadDrafter, "follow", fail)
+        patch.setattr(f"metal_engine.runner.head_drafter.{where}", fail)
         for _ in range(3):
-            for output in engine.step():
-                outputs.setdefault(output.request_id, []).append(output)
+            outputs += engine.step()
             if engine.metrics.num_failed_steps:
                 break
     assert engine.metrics.num_failed_steps == 1
-    while engine.has_requests:
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-    check_same([outputs[str(i)] for i in range(4)], expected)
-    assert engine.metrics.num_draft_tokens and token_ids(outputs["0"])
+    outputs += [output for rest in drain(engine).values() for output in rest]
+    check_same([[output for output in outputs if output.request_id == str(i)] for i in range(4)], expected)
+    assert engine.metrics.num_draft_tokens and token_ids(outputs)
 
 
 @pytest.mark.parametrize(("ahead", "where"), diagonal([False, True], ["trace", "device"]))

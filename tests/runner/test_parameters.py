@@ -87,8 +87,7 @@ def test_greedy_follows_the_edited_logits(control: dict[str, Any]) -> None:
     company += [(byte_ids("third"), SamplingParams(temperature=0, max_tokens=9, presence_penalty=1))]
     alone = token_ids(run_all(tiny_engine(), [(PROMPT, params)])[0])
     for ahead in (False, True):
-        together = run_all(tiny_engine(ahead=ahead), [*company, (PROMPT, params)])
-        assert token_ids(together[-1]) == alone
+        assert token_ids(run_all(tiny_engine(ahead=ahead), [*company, (PROMPT, params)])[-1]) == alone
     model = tiny_reference()
     for i, token in enumerate(alone):
         logits = edited(reference_logits(model, PROMPT + alone[:i])[-1], params, PROMPT, alone[:i])
@@ -269,8 +268,7 @@ def test_truncated_prompts() -> None:
         params = SamplingParams(truncate_prompt_tokens=limit, max_tokens=max_tokens)
         return engine.prepare(prompt, params).prompt_token_ids
 
-    assert truncated(prompt, 7) == prompt[-7:]
-    assert truncated(prompt, 200) == prompt
+    assert truncated(prompt, 7) == prompt[-7:] and truncated(prompt, 200) == prompt
     assert truncated(prompt * 6, -1, max_tokens=12) == (prompt * 6)[-500:]
     with pytest.raises(ParameterError, match="maximum context length") as caught:
         truncated(prompt, 10_000)

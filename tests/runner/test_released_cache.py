@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from metal_engine.runner.model_runner import ModelRunner
@@ -24,8 +22,7 @@ def answer(engine: SteppedEngine) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize(("mode", "model"), diagonal(MODES, MODELS))
 def test_outputs_are_the_same(model: str, mode: str) -> None:
-    config: dict[str, Any] = {**MODELS[model], **MODES[mode]}
-    engine = tiny_engine(**config)
+    engine = tiny_engine(**{**MODELS[model], **MODES[mode]})
     runner = engine.runner
     assert isinstance(runner, ModelRunner)
     expected, num_cached = answer(engine)

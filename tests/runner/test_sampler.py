@@ -56,8 +56,7 @@ def draw(logits: np.ndarray | mx.array, params: SamplingParams, num_draws: int, 
     logits = mx.broadcast_to(mx.array(logits), (num_draws, logits.shape[-1]))
     positions = np.arange(first, first + num_draws, dtype=np.int32)
     tokens = sample(logits, table_of(params), np.zeros(num_draws, np.int32), positions)
-    assert tokens.shape == (num_draws,)
-    assert tokens.dtype == mx.int32
+    assert tokens.shape == (num_draws,) and tokens.dtype == mx.int32
     return np.array(tokens)
 
 
@@ -179,8 +178,7 @@ def test_support(
     left = np.array(sampler._restrict(scaled, table.top_k, table.top_p, table.min_p))[0] > -np.inf
     if not near.any():
         assert left.tolist() == (probs > 0).tolist()
-    tokens = draw(logits, params, 64)
-    assert ((probs > 0) | near)[tokens].all()
+    assert ((probs > 0) | near)[draw(logits, params, 64)].all()
 
 
 def test_rounding_does_not_depend_on_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:

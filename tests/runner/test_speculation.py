@@ -11,8 +11,6 @@ import pytest
 
 from metal_engine.grammars.grammar_client import GrammarMatcher
 from metal_engine.request import RequestOutput
-from metal_engine.runner import logits_edits, sampler, step_sampling
-from metal_engine.runner.logits_edits import RequestEdits
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.support.speculation import KnownOutputs, propose_from, speculative_config
@@ -194,79 +192,3 @@ def test_outputs_do_not_depend_on_how_long_steps_take() -> None:
     """Drafts come from n-grams, and their number depends on measured step times."""
     engine = speculating(4)
     check_same(run_all(engine, EVERYTHING), without())
-
-
-# --- mutants ------------------------------------------------------------------------------------------------
-
-
-def _key_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = sampler.position_keys
-    monkeypatch.setattr(
-        sampler, "position_keys", lambda seeds, positions: keys(seeds, np.full_like(positions, positions[0]))
-    )
-
-
-def _exclusions_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignore the drafts before a row when excluding bad words."""
-    excluded = RequestEdits.excluded
-    monkeypatch.setattr(
-        RequestEdits, "excluded", lambda self, ids, position: excluded(self, ids[: self.num_processed], position)
-    )
-
-
-def _penalties_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    after = logits_edits._Counts.after
-    monkeypatch.setattr(logits_edits._Counts, "after", lambda self, drafts: after(self, []))
-
-
-def _masks_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill_mask = GrammarMatcher.fill_mask
-    monkeypatch.setattr(
-        GrammarMatcher, "fill_mask", lambda self, mask, deadline, num_drafts=0: fill_mask(self, mask, deadline)
-    )
-
-
-def _not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Advance the grammar past the drafts, as if all drafts were accepted."""
-    consume = GrammarMatcher.consume
-
-    def wrong(self: GrammarMatcher, tokens: Any, drafts: Any = ()) -> None:
-        consume(self, tokens, drafts)
-        if drafts:
-            self._grammar.answer(self.output_id, math.inf)
-            self._grammar.ask(self.output_id, list(drafts))
-
-    monkeypatch.setattr(GrammarMatcher, "consume", wrong)
-
-
-def _one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    match = step_sampling.StepSampling._match
-
-    def wrong(self: Any, output: Any, entries: Any) -> None:
-        match(self, output, entries)
-        for request_id, drafts in self._drafts.items():
-            if output.num_accepted_tokens[request_id] < len(drafts):
-                output.num_accepted_tokens[request_id] += 1
-
-    monkeypatch.setattr(step_sampling.StepSampling, "_match", wrong)
-
-
-# Mutants, each with the requests that it affects.
-MUTANTS = [
-    (_key_of_the_row, slice(1, 5)),
-    (_exclusions_of_the_last_token, slice(9, 12)),
-    (_penalties_of_the_last_token, slice(5, None)),
-    (_masks_of_the_last_token, GRAMMAR_REQUESTS),
-    (_not_rolled_back, GRAMMAR_REQUESTS),
-    (_one_too_many, slice(0, 4)),
-]
-
-
-@pytest.mark.parametrize(("mutate", "affected"), MUTANTS)
-def test_mutants_are_noticed(mutate: Any, affected: slice, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, outputs = EVERYTHING[affected], without()[affected]
-    mutate(monkeypatch)
-    engine = speculating(4)
-    propose_from(engine, known(requests, outputs, rightness=0.8))
-    with pytest.raises((AssertionError, ValueError)):
-        check_same(run_all(engine, requests), outputs)

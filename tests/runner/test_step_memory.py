@@ -29,6 +29,7 @@ from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, SchedulerConfig
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.draft_heads import random_head
+from tests.support.memory import settled_memory
 from tests.support.speculation import head_config
 from tests.support.vision import tiny_vision
 from tools.fixtures.tiny_models import tiny_model
@@ -63,9 +64,7 @@ def test_real_steps_take_no_more(has_head: bool) -> None:
     for i, length in enumerate([900, 512, 100, 30, 3, 600, 17, 64]):
         params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=6, seed=i)
         scheduler.add_request(Request(str(i), rng.integers(0, 4096, length).tolist(), params, max_tokens=6))
-    mx.synchronize()
-    held = mx.get_active_memory()
-    mx.reset_peak_memory()
+    held = settled_memory()
     while scheduler.has_requests:
         plan = scheduler.schedule()
         scheduler.update(plan, runner.execute(plan).result())

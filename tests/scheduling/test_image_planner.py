@@ -40,17 +40,12 @@ def harness(
 ) -> SchedulerHarness:
     return SchedulerHarness(
         SchedulerConfig(
-            max_num_batched_tokens=budget,
-            max_num_seqs=num_seqs,
-            max_model_len=400,
-            max_num_partial_prefills=2,
-            max_num_encoder_tokens=limit,
-            image_cache_tokens=capacity,
-            async_scheduling=depth > 1,
+            max_num_batched_tokens=budget, max_num_seqs=num_seqs, max_model_len=400, max_num_partial_prefills=2,
+            max_num_encoder_tokens=limit, image_cache_tokens=capacity, async_scheduling=depth > 1,
         ),
         CacheConfig(block_size=4, num_blocks=100, enable_prefix_caching=caching),
         depth=depth,
-    )
+    )  # fmt: skip
 
 
 def encoded(plan: SchedulerOutput) -> list[bytes]:
@@ -165,8 +160,7 @@ def test_images_are_not_mixed_up_by_prefix_caching() -> None:
     for i, image in enumerate((a, b, a)):
         h.submit(f"r{i}", prompt_with(image, length=30), 4, images=PromptImages((image,)))
         h.drain()
-    cached = [h.tracked[f"r{i}"].request.num_cached_tokens for i in range(3)]
-    assert cached == [0, 4, 28]
+    assert [h.tracked[f"r{i}"].request.num_cached_tokens for i in range(3)] == [0, 4, 28]
 
 
 def inseparable(*spans: tuple[int, int]) -> PromptImages:
@@ -202,8 +196,7 @@ def test_no_chunk_and_no_cached_prefix_cuts_an_image(caching: bool) -> None:
     images = inseparable((6, 14), (15, 25))
     prompt = prompt_with(*images.images, length=34)
     h.submit("r", prompt, 2, images=images)
-    plans = [h.step() for _ in range(4)]
-    assert [plan.num_scheduled_tokens["r"] for plan in plans] == [6, 9, 12, 7]
+    assert [h.step().num_scheduled_tokens["r"] for _ in range(4)] == [6, 9, 12, 7]
     h.drain()
     other = [*prompt[:30], *make_prompt(9, 4)]  # differs after the images: blocks up to 28 are cached
     h.submit("s", other, 1, images=images)
@@ -226,8 +219,7 @@ def test_prompts_with_images_share_a_step(budget: int, expected: list[dict[str, 
     for name in "rs":
         images = inseparable((4, 18))
         h.submit(name, prompt_with(*images.images, length=24, seed=ord(name)), 2, images=images)
-    found = [{r: n for r, n in h.step().num_scheduled_tokens.items() if n > 1} for _ in expected]
-    assert found == expected
+    assert [{r: n for r, n in h.step().num_scheduled_tokens.items() if n > 1} for _ in expected] == expected
     h.drain()
 
 
@@ -237,14 +229,9 @@ def test_an_aligned_chunk_within_an_equal_part_below_a_block() -> None:
     A last token is charged as a whole block, so neither prompt gets it.
     """
     config = SchedulerConfig(
-        max_num_batched_tokens=11,
-        max_num_seqs=2,
-        max_model_len=100,
-        max_num_partial_prefills=2,
-        page_aligned_scheduling=True,
-        max_num_encoder_tokens=8,
-        image_cache_tokens=20,
-    )
+        max_num_batched_tokens=11, max_num_seqs=2, max_model_len=100, max_num_partial_prefills=2,
+        page_aligned_scheduling=True, max_num_encoder_tokens=8, image_cache_tokens=20,
+    )  # fmt: skip
     h = SchedulerHarness(config, CacheConfig(block_size=4, num_blocks=20, enable_prefix_caching=False))
     for name in "rs":
         images = PromptImages((image_at([1], name, "every layer"),))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
@@ -12,7 +11,7 @@ from metal_engine.request import Request
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling import prefix_cache
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.prefix_cache import PrefixCache, extend_block_hashes, prompt_block_hashes
+from metal_engine.scheduling.prefix_cache import extend_block_hashes, prompt_block_hashes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 
@@ -34,9 +33,6 @@ def cached_tokens(harness: SchedulerHarness, *request_ids: str) -> list[int]:
 def hashes(prompt: list[int], *, salt: str = "", model: str = "m") -> list[bytes]:
     request = Request("r", prompt, SamplingParams(), max_tokens=1, cache_salt=salt)
     return extend_block_hashes(request, 4, model)
-
-
-# --- hashes -------------------------------------------------------------------------------------------------
 
 
 def test_a_salt_is_hashed_once_for_all_prompts_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,9 +64,6 @@ def test_hashes_depend_on_salt_and_model() -> None:
     variants = [hashes(prompt), hashes(prompt, salt="a"), hashes(prompt, salt="b"), hashes(prompt, model="n")]
     assert len({h for chain in variants for h in chain}) == 8
     assert hashes(prompt, salt="\ud800"), "JSON may hold lone surrogates"
-
-
-# --- hits ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -111,8 +104,7 @@ def test_a_burst_computes_its_prefix_once(depth: int) -> None:
     for i in range(6):
         harness.submit(f"r{i}", make_prompt(0, 40) + make_prompt(i + 1, 3), 1)
     harness.run()
-    computed = sum(sum(plan.num_scheduled_tokens.values()) for plan in harness.plans)
-    assert computed == 40 + 6 * 3
+    assert sum(sum(plan.num_scheduled_tokens.values()) for plan in harness.plans) == 40 + 6 * 3
     assert cached_tokens(harness, *(f"r{i}" for i in range(6))) == [0] + [40] * 5
 
 
@@ -171,9 +163,6 @@ def test_a_preempted_request_comes_back_through_the_cache() -> None:
     harness.drain()
 
 
-# --- the pool -----------------------------------------------------------------------------------------------
-
-
 def fill(blocks: BlockManager, request_id: str, chain: list[bytes]) -> None:
     cached = blocks.find_cached(chain, len(chain))
     assert blocks.allocate(request_id, len(chain) * blocks.block_size, cached=cached) is not None
@@ -191,8 +180,7 @@ def test_least_recently_used_goes_first_tails_before_heads() -> None:
     fill(blocks, "again", a)  # now b is the least recently used
     blocks.free("again")
     assert blocks.allocate("new", 8) is not None  # takes the unused block and b's last block
-    assert len(blocks.find_cached(a, 3)) == 3
-    assert len(blocks.find_cached(b, 2)) == 1
+    assert len(blocks.find_cached(a, 3)) == 3 and len(blocks.find_cached(b, 2)) == 1
     blocks.check_integrity()
 
 
@@ -216,60 +204,3 @@ def test_cached_blocks_count_as_free_but_not_twice() -> None:
     assert blocks.allocate("b", 16, cached=cached, reserve=1) is None
     assert len(blocks.allocate("b", 16, cached=cached) or ()) == 4
     blocks.check_integrity()
-
-
-# --- mistakes must show -------------------------------------------------------------------------------------
-
-
-def _chain_without_parents(monkeypatch: pytest.MonkeyPatch) -> None:
-    def extend(request: Request, block_size: int, fingerprint: str) -> list[bytes]:
-        ends = range(block_size, request.num_tokens + 1, block_size)
-        request.block_hashes[:] = [repr(request.token_ids[e - block_size : e]).encode() for e in ends]
-        return request.block_hashes
-
-    monkeypatch.setattr(prefix_cache, "extend_block_hashes", extend)
-
-
-def _hit_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = BlockManager.find_cached
-    monkeypatch.setattr(BlockManager, "find_cached", lambda self, h, n, *also: find(self, h, n + 1, *also))
-
-
-def _keep_hashes_of_reused_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockManager, "_forget", lambda self, block: None)
-    monkeypatch.setattr(BlockManager, "check_integrity", lambda self: None)
-
-
-def _publish_what_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def publish(self: PrefixCache, request: Request) -> None:
-        chain = extend_block_hashes(request, 4, "m")
-        n = min(len(chain), len(self._blocks.block_ids(request.request_id)))
-        self._blocks.register(request.request_id, chain, 0, n)
-
-    monkeypatch.setattr(PrefixCache, "publish", publish)
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        None,
-        _chain_without_parents,
-        _hit_one_block_too_many,
-        _keep_hashes_of_reused_blocks,
-        _publish_what_is_not_computed,
-    ],
-)
-def test_harness_notices(mistake: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run() -> None:
-        for seeds in ([0, 1] * 6, [0, 0, 1, 1] * 3):
-            harness = make_harness(budget=12, num_blocks=16, partial=2)
-            for i, seed in enumerate(seeds):
-                harness.submit(f"r{i}", make_prompt(seed, 8 + 4 * (i // 4)) + make_prompt(7, 8), 6)
-            harness.drain()
-
-    if mistake is None:
-        run()
-        return
-    mistake(monkeypatch)
-    with pytest.raises(AssertionError):
-        run()

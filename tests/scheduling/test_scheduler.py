@@ -95,8 +95,7 @@ def test_the_latest_arrival_is_preempted_and_resumes_in_order() -> None:
     assert [r.request_id for r in harness.scheduler.admissions.waiting] == ["r2", "late"]
     harness.run(until=lambda: r2.status is RequestStatus.RUNNING)
     new = harness.plans[-1].new_requests[0]
-    assert new.request_id == "r2"
-    assert new.num_prompt_tokens == 8
+    assert new.request_id == "r2" and new.num_prompt_tokens == 8
     assert new.token_ids == make_prompt(2, 8) + harness.tracked["r2"].expected[:1]
     assert harness.plans[-1].num_scheduled_tokens["r2"] == 9, "its prompt and output are recomputed as one chunk"
     harness.drain()

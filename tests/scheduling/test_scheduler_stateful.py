@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from metal_engine.pooling_params import POOLING_TYPES
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
-from tests.support.fake_kv_runner import VOCAB_SIZE, FakeKVRunner, FakeStep, SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import FakeKVRunner, FakeStep, SchedulerHarness, make_prompt
 from tests.support.speculation import draft_model_config, speculative_config
 
 
@@ -60,11 +60,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth = data.draw(self.depths, label="depth")
         self.harness = SchedulerHarness(
             SchedulerConfig(
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
-                speculative=speculative,
-                async_scheduling=depth > 1,
+                max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+                speculative=speculative, async_scheduling=depth > 1,
             ),
             CacheConfig(
                 block_size=block_size,
@@ -75,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             depth=depth,
             drafts=drafts,
             has_draft_model=has_draft_model,
-        )
+        )  # fmt: skip
         if self.is_recurrent:
             self.harness.scheduler.states.interval = block_size * data.draw(st.integers(1, 8), label="interval")
         # The KV of the last generated token is never written.
@@ -139,8 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.harness.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        victim = data.draw(st.sampled_from([t.request.request_id for t in self.harness.live]))
-        self.harness.abort(victim)
+        self.harness.abort(data.draw(st.sampled_from([t.request.request_id for t in self.harness.live])))
 
     @precondition(lambda self: len(self.harness.in_flight) < self.harness.depth)
     @rule()
@@ -279,75 +275,14 @@ def _wrong_block(plan: SchedulerOutput) -> bool:
     return False
 
 
-def _share_a_block(plan: SchedulerOutput) -> bool:
-    if len(plan.new_requests) < 2:
-        return False
-    plan.new_requests[1].block_ids[0] = plan.new_requests[0].block_ids[-1]
-    return True
-
-
 def _lose_a_drop(plan: SchedulerOutput) -> bool:
     return bool(plan.dropped_req_ids) and plan.dropped_req_ids.pop() is not None
-
-
-def _repeat_a_drop(plan: SchedulerOutput) -> bool:
-    plan.dropped_req_ids += plan.dropped_req_ids[:1]
-    return bool(plan.dropped_req_ids)
-
-
-def _lose_new_blocks(plan: SchedulerOutput) -> bool:
-    return bool(plan.new_block_ids) and plan.new_block_ids.popitem() is not None
-
-
-def _wrong_new_block(plan: SchedulerOutput) -> bool:
-    for block_ids in plan.new_block_ids.values():
-        block_ids[-1] = (block_ids[-1] + 1) % 14
-        return True
-    return False
-
-
-def _stale_token_on_resumption(plan: SchedulerOutput) -> bool:
-    for new in plan.new_requests:
-        if len(new.token_ids) > new.num_prompt_tokens:
-            new.token_ids[-1] = (new.token_ids[-1] + 1) % VOCAB_SIZE
-            return True
-    return False
 
 
 def _lost_token_on_resumption(plan: SchedulerOutput) -> bool:
     for new in plan.new_requests:
         if len(new.token_ids) > new.num_prompt_tokens:
             new.token_ids.pop()
-            return True
-    return False
-
-
-def _false_prefix_hit(plan: SchedulerOutput) -> bool:
-    for new in plan.new_requests:
-        if plan.num_scheduled_tokens[new.request_id] > 5:
-            new.num_computed_tokens = 4
-            plan.num_scheduled_tokens[new.request_id] -= 4
-            return True
-    return False
-
-
-def _skip_a_token(plan: SchedulerOutput) -> bool:
-    for request_id, share in plan.num_scheduled_tokens.items():
-        if share > 1:
-            plan.num_scheduled_tokens[request_id] = share - 1
-            return True
-    return False
-
-
-def _reorder_samples(plan: SchedulerOutput) -> bool:
-    plan.sampled_req_ids.reverse()
-    return len(plan.sampled_req_ids) > 1
-
-
-def _sample_a_chunk(plan: SchedulerOutput) -> bool:
-    for request_id in plan.num_scheduled_tokens:
-        if request_id not in plan.sampled_req_ids:
-            plan.sampled_req_ids.append(request_id)
             return True
     return False
 
@@ -361,55 +296,16 @@ def _wrong_state(plan: SchedulerOutput) -> bool:
     return False
 
 
-def _share_a_state(plan: SchedulerOutput) -> bool:
-    if len(plan.new_requests) < 2:
-        return False
-    plan.new_requests[1].state_slots = plan.new_requests[0].state_slots
-    return True
-
-
-def _lose_a_checkpoint(plan: SchedulerOutput) -> bool:
-    """Make a request overwrite its state checkpoint. Detected if another request resumes from the checkpoint."""
-    found = bool(plan.new_state_slots)
-    plan.new_state_slots.clear()
-    return found and any(new.state_slots[0] for new in plan.new_requests)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_harness_notices_wrong_states(depth: int) -> None:
-    _run_workload(None, depth, num_slots=12)
-    for corrupt in (_wrong_state, _share_a_state, _lose_a_checkpoint):
-        with pytest.raises(AssertionError) as caught:
-            _run_workload(corrupt, depth, num_slots=12)
-        assert "nothing was corrupted" not in str(caught.value), corrupt
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_workload_is_right_uncorrupted(depth: int) -> None:
     _run_workload(None, depth)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(
-    "corrupt",
-    [
-        _wrong_block,
-        _share_a_block,
-        _lose_a_drop,
-        _repeat_a_drop,
-        _lose_new_blocks,
-        _wrong_new_block,
-        _stale_token_on_resumption,
-        _lost_token_on_resumption,
-        _false_prefix_hit,
-        _skip_a_token,
-        _reorder_samples,
-        _sample_a_chunk,
-    ],
-)
+@pytest.mark.parametrize("corrupt", [_wrong_block, _lose_a_drop, _lost_token_on_resumption, _wrong_state])
 def test_harness_notices(corrupt: Callable[[SchedulerOutput], bool], depth: int) -> None:
     with pytest.raises(AssertionError) as caught:
-        _run_workload(corrupt, depth)
+        _run_workload(corrupt, depth, num_slots=12 if corrupt is _wrong_state else 0)
     assert "nothing was corrupted" not in str(caught.value)
 
 

@@ -30,13 +30,10 @@ def make_harness(
     budget: int = 64, *, block_size: int = 4, num_blocks: int = 400, caching: bool = False, **knobs: Any
 ) -> SchedulerHarness:
     config = SchedulerConfig(
-        max_num_batched_tokens=budget,
-        max_num_seqs=knobs.pop("seqs", 64),
-        max_model_len=10**6,
-        max_num_partial_prefills=knobs.pop("partial", 4),
-        long_prefill_token_threshold=knobs.pop("threshold", budget),
+        max_num_batched_tokens=budget, max_num_seqs=knobs.pop("seqs", 64), max_model_len=10**6,
+        max_num_partial_prefills=knobs.pop("partial", 4), long_prefill_token_threshold=knobs.pop("threshold", budget),
         **knobs,
-    )
+    )  # fmt: skip
     cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching)
     return SchedulerHarness(config, cache)
 
@@ -51,19 +48,14 @@ def shares(harness: SchedulerHarness) -> dict[str, int]:
 def test_a_short_prompt_samples_in_the_first_step_it_is_seen_beside_long_ones() -> None:
     scheduler = Scheduler(
         SchedulerConfig(
-            max_num_batched_tokens=2048,
-            max_num_seqs=16,
-            max_model_len=200_000,
-            max_num_partial_prefills=4,
-            max_long_partial_prefills=1,
-            long_prefill_token_threshold=2048,
+            max_num_batched_tokens=2048, max_num_seqs=16, max_model_len=200_000, max_num_partial_prefills=4,
+            max_long_partial_prefills=1, long_prefill_token_threshold=2048,
         ),
         CacheConfig(block_size=16, num_blocks=40_000),
-    )
+    )  # fmt: skip
 
     def add(request_id: str, length: int) -> None:
-        request = Request(request_id, [1] * length, SamplingParams(), max_tokens=4)
-        scheduler.add_request(request)
+        scheduler.add_request(Request(request_id, [1] * length, SamplingParams(), max_tokens=4))
 
     for i in range(4):
         add(f"long{i}", 100_000)
@@ -372,18 +364,9 @@ def test_decodes_that_take_the_whole_cap_leave_a_block_to_each_in_turn() -> None
 
 
 MODEL = ModelInfo(
-    name="m",
-    model_type="t",
-    dtype="float32",
-    vocab_size=10,
-    num_layers=30,
-    num_params=134_000_000,
-    weight_bytes=1,
-    kv_bytes_per_token=100,
-    max_position_embeddings=8192,
-    num_heads=9,
-    head_dim=64,
-)
+    name="m", model_type="t", dtype="float32", vocab_size=10, num_layers=30, num_params=134_000_000, weight_bytes=1,
+    kv_bytes_per_token=100, max_position_embeddings=8192, num_heads=9, head_dim=64,
+)  # fmt: skip
 CPU = DeviceInfo(kind="cpu", name="c", compute="b", memory_bytes=1 << 33)
 
 

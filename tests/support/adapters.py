@@ -63,7 +63,6 @@ def adapted_engine(
 
 
 def load(engine: SteppedEngine, name: str, folder: Path, **options: Any) -> None:
-    assert engine.adapters is not None
     engine.adapters.load(name, str(folder), lambda function: function(), **options)
 
 

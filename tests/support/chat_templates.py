@@ -1,8 +1,8 @@
 """Chat templates modelled on published ones, reduced to their handling of messages."""
 
-# ruff: noqa: E501  (lines as templates have them)
-
 from __future__ import annotations
+
+# ruff: noqa: E501  (lines as templates have them)
 
 QWEN = r"""{%- if tools %}
     {{- '<|im_start|>system\n' }}

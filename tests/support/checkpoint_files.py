@@ -29,15 +29,9 @@ CONFIG: dict[str, Any] = {
 
 # Entries of a model with experts.
 EXPERTS: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "head_dim": 16,
-    "decoder_sparse_step": 1,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
-}
+    "model_type": "qwen3_moe", "head_dim": 16, "decoder_sparse_step": 1, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [],
+}  # fmt: skip
 
 
 def write_checkpoint(
@@ -136,8 +130,7 @@ def write_modules(folder: Path, pooling: dict[str, Any] | None, *others: dict[st
         others: entries of further modules.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    transformer = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
-    modules = [transformer]
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     if pooling is not None:
         kind = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
         modules.append({"idx": 1, "name": "1", "path": "1_Pooling", "type": kind})

@@ -67,28 +67,9 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
     Each call takes over the KV cache of the previous engine.
     """
 
-    def make(
-        *,
-        budget: int = 512,
-        block_size: int = 16,
-        num_blocks: int = 512,
-        max_num_seqs: int = 64,
-        ahead: bool = False,
-        behind: bool = False,
-        replay: bool = False,
-    ) -> SteppedEngine:
-        return engine_for(
-            paged_demo,
-            demo_tokenizer,
-            vocab_size=49152,
-            budget=budget,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            ahead=ahead,
-            behind=behind,
-            replay=replay,
-        )
+    def make(**options: Any) -> SteppedEngine:
+        defaults = {"budget": 512, "block_size": 16, "num_blocks": 512, "max_num_seqs": 64}
+        return engine_for(paged_demo, demo_tokenizer, vocab_size=49152, **{**defaults, **options})
 
     return make
 
@@ -134,7 +115,6 @@ def engine_for(
         image_cache_tokens: number of image tokens whose features are kept.
         num_partial_prefills: maximum number of prompts in progress. Default: 1, or 4 with a connector.
     """
-    scheduler_side, runner_side = connector or (None, None)
     attention = attention or PortableBackend()
     if draft is not None and speculative is None:
         speculative = draft_model_config(4) if isinstance(draft, PagedModel) else head_config(4)
@@ -174,15 +154,37 @@ def engine_for(
         attention_backend=attention.name,
         seed=0,
     )
+    options = {"connector": connector, "adapters": adapters, "behind": behind, "replay": replay, "trace_at": trace_at}
+    return stepped_engine(config, paged, attention, tokenizer, draft, **options)
+
+
+def stepped_engine(
+    config: EngineConfig,
+    paged: PagedModel,
+    attention: AttentionBackend,
+    tokenizer: Tokenizer,
+    draft: PagedModel | PagedDraftHead | None,
+    *,
+    connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None,
+    adapters: AdapterRegistry | None,
+    behind: bool,
+    replay: bool,
+    trace_at: int = 1,
+) -> SteppedEngine:
+    """Return an engine with a configuration. Arguments as for :func:`engine_for`."""
+    scheduler_side, runner_side = connector or (None, None)
     drafter: Drafter | None = None
     if isinstance(draft, PagedModel):
-        drafter = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=vocab_size)
+        drafter = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=config.model.vocab_size)
     elif draft is not None:
         drafter = HeadDrafter(draft, paged.pool, attention, config.cache)
     gpu_like = {"allow_queued_dispatch": True, "in_parts": True} if behind else {}
     runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, drafter, **gpu_like)
     if replay:
-        sizes = {"padding_block": num_blocks, "max_num_seqs": max_num_seqs}
+        padding_block = config.cache.num_blocks
+        sizes = {"padding_block": padding_block, "max_num_seqs": config.scheduler.max_num_seqs}
         needs_hidden = drafter is not None and drafter.needs_hidden
         runner.replay = DecodeReplay(paged, attention, **sizes, needs_hidden=needs_hidden, trace_at=trace_at)
+        if isinstance(drafter, HeadDrafter):
+            drafter.replay = DecodeReplay(drafter.head, attention, padding_block=padding_block, trace_at=trace_at)
     return SteppedEngine(config, runner, tokenizer, scheduler_side, adapters)

@@ -7,9 +7,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import pytest
+from mlx.utils import tree_flatten
 
 from metal_engine.models.draft_head import DraftHead, new_head
+from metal_engine.runner.head_drafter import HeadDrafter
 from metal_engine.scheduling.speculation.acceptance import Acceptance
+from metal_engine.step import Drafting
 from tests.support.speculation import draft_for_free, head_config
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.stepped_engine import SteppedEngine
@@ -41,8 +45,41 @@ def head_engine(num_drafts: int = 3, **config: Any) -> SteppedEngine:
 
 def draft_always(engine: SteppedEngine) -> None:
     """Make an engine request as many drafts as possible from its draft head."""
-    assert engine.scheduler.speculation is not None
     engine.scheduler.speculation._proposals.acceptance.computed = AlwaysLikely()
+
+
+def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Record each request's known tokens and the head's drafts after them from now on."""
+    found: list[tuple[list[int], list[int]]] = []
+    draft = HeadDrafter.draft
+
+    def watched(self: HeadDrafter, table: Any, plan: Any) -> Drafting | None:
+        drafting = draft(self, table, plan)
+        if drafting is not None:
+            found.extend((table.token_ids(table.index(r)).tolist(), d) for r, d in drafting.token_ids.items() if d)
+        return drafting
+
+    monkeypatch.setattr(HeadDrafter, "draft", watched)
+    return found
+
+
+class HeadReference:
+    """Computation of a head's drafts, without a cache. Results are kept, because tests have the same drafts."""
+
+    def __init__(self) -> None:
+        self._gaps: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+
+    def logits(self, known: list[int], drafts: list[int]) -> np.ndarray:
+        """Return the head's logits at each of some drafts that follow known tokens, [T, V]."""
+        raise NotImplementedError
+
+    def gap(self, known: list[int], drafts: list[int]) -> float:
+        """Return the largest gap between the best logit and a draft's logit, relative to the largest magnitude."""
+        key = tuple(known), tuple(drafts)
+        if key not in self._gaps:
+            rows = zip(self.logits(known, drafts), drafts, strict=True)
+            self._gaps[key] = float(max((row.max() - row[i]) / np.abs(row).max() for row, i in rows))
+        return self._gaps[key]
 
 
 def head_outputs(
@@ -56,7 +93,8 @@ def head_outputs(
         hidden: hidden states, [T, H].
         positions: rotary position of each pair of elements, [T, pairs]; None for the index of the position.
     """
-    weights = {name: np.array(array).astype(np.float64) for name, array in _flat(head)}
+    flat: Any = tree_flatten(head.parameters())
+    weights = {name: np.array(array).astype(np.float64) for name, array in flat}
     eps, length = args.rms_norm_eps, len(hidden)
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
@@ -88,13 +126,6 @@ def head_outputs(
     gated = product(y, "layers.0.mlp.gate_proj.weight")
     inner = gated / (1 + np.exp(-gated)) * product(y, "layers.0.mlp.up_proj.weight")
     return norm(x + product(inner, "layers.0.mlp.down_proj.weight"), "norm.weight")
-
-
-def _flat(head: DraftHead) -> list[tuple[str, mx.array]]:
-    from mlx.utils import tree_flatten
-
-    flat: Any = tree_flatten(head.parameters())
-    return flat
 
 
 def _rotated(x: np.ndarray, dims: int, base: float, positions: np.ndarray) -> np.ndarray:

@@ -70,9 +70,7 @@ def started(build: str, **options: Any) -> AsyncEngine:
 
 def pid_of(engine: AsyncEngine) -> int:
     """Return the id of the engine's process."""
-    transport: Any = engine._transport
-    process_id: int = transport._process.popen.pid
-    return process_id
+    return engine._transport._process.popen.pid
 
 
 def is_running(process_id: int) -> bool:
@@ -295,8 +293,7 @@ def _socket() -> socket.socket:
 
 def _set_up(start: wire.Start) -> tuple[PrepareFunction, BuildFunction]:
     def build(order: wire.Build, access: DeviceAccess) -> BuiltEngine:
-        built: BuiltEngine = globals()[order.args["build"]](**order.args["options"])
-        return built
+        return globals()[order.args["build"]](**order.args["options"])
 
     return lambda: fake_config().device, failing(build) if start.models[0]["fails"] else build
 

@@ -247,10 +247,8 @@ class FakeKVRunner:
                 self.held[request_id].state_slots = (slot, slot)
 
         for block_hash, block_id in meta.saves:
-            assert self.save is not None
             self.save(block_hash, self.kv[self._slots_of(block_id)].view(np.uint8).copy())
         for block_hash, slot in meta.state_saves:
-            assert self.save is not None
             self.save(state_key(block_hash), np.array([self.states[slot]], np.uint64).view(np.uint8))
 
         output = ModelOutput([], drafting=drafting)
@@ -484,12 +482,10 @@ class SchedulerHarness:
         self.tracked: dict[str, Tracked] = {}
         is_known = drafts is not None and not has_draft_model
         self.proposer = SomeRightDrafts(self.tracked, drafts) if is_known and drafts is not None else None
-        connector = transfer.connector() if transfer else None
-        self.scheduler = Scheduler(config, cache_config, connector)
+        self.scheduler = Scheduler(config, cache_config, transfer.connector() if transfer else None)
         save = transfer.store.__setitem__ if transfer else None
         self.runner = FakeKVRunner(cache_config, config.max_num_seqs, save)
         if drafts is not None:
-            assert config.speculative is not None
             times = KnownTimes(row_seconds=(0.0, 0.02, 0.2)[drafts % 3])
             proposer = self.proposer or make_proposer(config.speculative)
             costs = FreeDrafts(may_probe=drafts % 2 == 0) if has_draft_model else None
@@ -704,8 +700,7 @@ class SchedulerHarness:
             bound *= 10
         steps = num_waits = 0
         while self.live and not (until is not None and until()):
-            plan = self.step()
-            if not plan.num_scheduled_tokens and self.scheduler.admissions.loading:
+            if not self.step().num_scheduled_tokens and self.scheduler.admissions.loading:
                 num_waits += 1  # waits for KV
                 assert num_waits <= 1000
                 continue

@@ -40,8 +40,7 @@ class FakeServer:
         return cls(port, step_time, popen)
 
     def wait(self) -> FakeServer:
-        assert self.popen.stdout is not None
-        assert self.popen.stdout.readline().strip() == self.url
+        assert self.popen.stdout is not None and self.popen.stdout.readline().strip() == self.url
         return self
 
     def kill(self) -> None:
@@ -52,7 +51,6 @@ class FakeServer:
     def end(self) -> int:
         """Wait for the end of the process and return its status."""
         status = self.popen.wait(DEADLINE)
-        assert self.popen.stdout is not None
         self.popen.stdout.close()
         return status
 
@@ -97,8 +95,7 @@ def wait_for_servers(url: str, servers: Sequence[FakeServer]) -> None:
 
 def servers_with_known_load(url: str) -> list[str]:
     """Return the URLs of the servers whose metrics the gateway had at its last poll."""
-    loads = HTTP.get(f"{url}/get_loads").json()["loads"]
-    return sorted(load["worker"] for load in loads)
+    return sorted(load["worker"] for load in HTTP.get(f"{url}/get_loads").json()["loads"])
 
 
 def prompts(number: int, name: str, first: int = 0) -> list[str]:

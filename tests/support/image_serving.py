@@ -58,7 +58,6 @@ def seeing_config(**options: Any) -> EngineConfig:
 def serve_seeing(template: str = TEMPLATE, args: ServerArgs | None = None, **options: Any) -> Iterator[Served]:
     """Yield a server whose model takes images."""
     with serve(config=seeing_config(**options), tokenizer=seeing_tokenizer(template), args=args) as served:
-        assert served.engine.preparer.images is not None
         served.engine.preparer.images._decoder = shared_decoder()
         yield served
 

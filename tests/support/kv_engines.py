@@ -43,7 +43,6 @@ class KVEngine:
 
     @property
     def stats(self) -> KVTransferStats:
-        assert self.core.metrics.kv_transfer is not None
         return self.core.metrics.kv_transfer
 
     def add(self, prompts: Sequence[list[int]], max_tokens: int = 6, *, options: RequestOptions | None = None) -> None:

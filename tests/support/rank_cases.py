@@ -48,7 +48,6 @@ class RankCase:
         aborted: request that is aborted after some steps.
         intermediate: intermediate size of an MLP. Default: from the architecture's configuration.
         late: True to never wait for a grammar, so that most masks are late.
-        keeps: True if rank 1 keeps a reference to its cache before each step, so that writes must copy it.
         num_layers: number of layers of the model. Default: from the architecture's configuration.
         heads: number of heads and of KV heads of a layer, each of size 8. Default: from the architecture's
             configuration.
@@ -66,7 +65,6 @@ class RankCase:
     intermediate: int | None = None
     num_layers: int | None = None
     late: bool = False
-    keeps: bool = False
 
     @property
     def name(self) -> str:

@@ -5,7 +5,6 @@ Rank 0 writes the results as a JSON list of objects. An element is a text if a r
 
 from __future__ import annotations
 
-import gc
 import json
 from collections import deque
 from pathlib import Path
@@ -22,6 +21,7 @@ from metal_engine.runner import step_sampling
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.settings.args import EngineArgs
+from tests.support.memory import settled_memory
 from tests.support.rank_cases import RankCase, make_runner, run_case
 
 WAITS = step_sampling._MASK_SECONDS
@@ -35,14 +35,13 @@ def _run(case: RankCase, group: RankGroup) -> Any:
         return str(error)
     memory = Memory(runner)
     if group.rank:
-        _follow(runner, group, keeps=case.keeps)
+        _follow(runner, group)
         group.exchange("memory", memory.held())
         return None
     step_sampling._MASK_SECONDS = -1.0 if case.late else WAITS
     if case.refused is not None:
         _refuse(runner, case.refused)
-    leader = group.lead(runner, 600)
-    result = run_case(case, leader)
+    result = run_case(case, group.lead(runner, 600))
     for link in group._links:
         link.send(FrameKind.FIGURES)  # marks the end of this case
     return {**result, "memory": group.exchange("memory", memory.held())}
@@ -55,10 +54,7 @@ class Memory:
         states = runner.pool.states
         self._array_bytes = [array.nbytes for state in states for array in state.arrays.values()]
         mx.eval([state.writes_done_marker() for state in states])
-        gc.collect()
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        self._before = mx.get_active_memory()
+        self._before = settled_memory()
 
     def held(self) -> dict[str, int]:
         """Return bytes: the peak, the current increase, and the size of the cache's smallest array."""
@@ -66,15 +62,11 @@ class Memory:
         return {"most": most, "now": now, "array": min(self._array_bytes)}
 
 
-def _follow(runner: ModelRunner, group: RankGroup, *, keeps: bool) -> None:
+def _follow(runner: ModelRunner, group: RankGroup) -> None:
     steps: deque[PendingStep] = deque()
     (leader,) = group._links
-    kept: list[mx.array] = []
     while (frame := leader.receive())[0] is not FrameKind.FIGURES:
-        if keeps:
-            kept = [array for state in runner.pool.states for array in state.block_arrays().values()]
         run_frame(runner, steps, leader, *frame)
-    del kept
     # All steps have completed. Only requests that rank 0 has not reported as dropped remain.
     assert not steps
 

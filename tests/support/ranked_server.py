@@ -82,7 +82,6 @@ class RankedServer:
         return []
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
             if match := re.match(r"URL: +(\S+)", line):
@@ -111,7 +110,6 @@ class RankedServer:
     def num_running(self) -> int:
         """Return the number of running requests from /metrics."""
         found = re.search(r"^vllm:num_requests_running\S* (\S+)$", httpx.get(f"{self.url}/metrics").text, re.MULTILINE)
-        assert found is not None
         return int(float(found[1]))
 
     def seconds_until_all_ended(self, but: int | None = None) -> float:
@@ -143,6 +141,4 @@ def command_of(pid: int) -> bytes:
 
 
 def _rank_of(pid: int) -> int:
-    match = re.search(rb"MLX_RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
-    assert match is not None
-    return int(match[1])
+    return int(re.search(rb"MLX_RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())[1])

@@ -44,5 +44,4 @@ def run_on_ranks(cases: Sequence[RankCase], folder: Path, num_ranks: int = 2) ->
     ranks = start_ranks(command, write_hosts(folder / "hosts.json", num_ranks), num_ranks, stderr=subprocess.PIPE)
     said = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(said)
-    results: list[Any] = json.loads(out.read_text())
-    return results
+    return json.loads(out.read_text())

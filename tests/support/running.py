@@ -8,6 +8,14 @@ from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from tools.fixtures.stepped_engine import SteppedEngine
 
+# Ways to dispatch steps, as options of :func:`tests.support.demo.engine_for`.
+DISPATCHES: dict[str, dict[str, bool]] = {
+    "one by one": {},
+    "one ahead": {"ahead": True},
+    "behind": {"ahead": True, "behind": True},
+    "replayed": {"ahead": True, "behind": True, "replay": True},
+}
+
 
 def add_all(engine: SteppedEngine, requests: Iterable[tuple[list[int], SamplingParams]]) -> None:
     """Add requests. The id of each is its index."""

@@ -108,8 +108,7 @@ def check_drafts(
     if not drafts_of:
         return
     assert config.speculative is not None
-    num_rows = len(plan.sampled_req_ids) + sum(map(len, drafts_of.values()))
-    assert num_rows <= config.max_sample_rows
+    assert len(plan.sampled_req_ids) + sum(map(len, drafts_of.values())) <= config.max_sample_rows
     cached = {new.request_id: new.num_computed_tokens for new in plan.new_requests}
     work = 0
     for request_id, n in plan.num_scheduled_tokens.items():

@@ -68,8 +68,7 @@ def check(
     reference_options = dict(options)
     if options.get("sinks") is not None:
         reference_options["sinks"] = np.array(options["sinks"].astype(mx.float32))  # type: ignore[attr-defined]
-    expected = step.reference(**reference_options)
-    assert relative_error(out, expected) <= TOLERANCE[dtype]
+    assert relative_error(out, step.reference(**reference_options)) <= TOLERANCE[dtype]
     return launches
 
 

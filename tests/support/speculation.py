@@ -29,13 +29,9 @@ def speculative_config(num_speculative_tokens: int = 4, longest: int = 4, shorte
 
 def draft_model_config(num_speculative_tokens: int = 4, max_draft_len: int | None = None) -> SpeculativeConfig:
     return SpeculativeConfig(
-        method="draft_model",
-        num_speculative_tokens=num_speculative_tokens,
-        prompt_lookup_max=5,
-        prompt_lookup_min=5,
-        model="draft",
-        max_draft_len=max_draft_len,
-    )
+        method="draft_model", num_speculative_tokens=num_speculative_tokens, prompt_lookup_max=5, prompt_lookup_min=5,
+        model="draft", max_draft_len=max_draft_len,
+    )  # fmt: skip
 
 
 def head_config(num_speculative_tokens: int = 3) -> SpeculativeConfig:
@@ -165,7 +161,6 @@ def draft_for_free(engine: EngineCore, *, may_probe: bool = True) -> None:
     Asynchronously planned steps take 0.7 of the time of other steps.
     """
     speculative = engine.config.scheduler.speculative
-    assert speculative is not None
     costs, ahead = FreeDrafts(may_probe=may_probe), KnownAheadTimes(0.7)
     speculate(engine.scheduler, make_proposer(speculative), costs=costs, async_planning=ahead)
 

@@ -7,14 +7,9 @@ from typing import Any
 from tools.fixtures.tiny_models import TINY_LLAMA
 
 _VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "patch_size": 4,
-    "image_size": 16,
-    "num_channels": 3,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 16, "num_channels": 3,
+}  # fmt: skip
 
 
 def tiled_configs(image_token: int, vocab_size: int) -> dict[str, dict[str, Any]]:
@@ -22,13 +17,9 @@ def tiled_configs(image_token: int, vocab_size: int) -> dict[str, dict[str, Any]
     llama = TINY_LLAMA | {"num_hidden_layers": 3, "tie_word_embeddings": False, "vocab_size": vocab_size}
     qwen3 = llama | {"model_type": "qwen3", "head_dim": 16}
     smolvlm = {
-        "model_type": "smolvlm",
-        "text_config": llama,
-        "vision_config": _VISION | {"model_type": "smolvlm_vision"},
-        "scale_factor": 2,
-        "image_token_id": image_token,
-        "vocab_size": vocab_size,
-    }
+        "model_type": "smolvlm", "text_config": llama, "vision_config": _VISION | {"model_type": "smolvlm_vision"},
+        "scale_factor": 2, "image_token_id": image_token, "vocab_size": vocab_size,
+    }  # fmt: skip
     internvl = {
         "model_type": "internvl",
         "text_config": qwen3,

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from metal_engine.attention.portable.backend import PortableBackend
@@ -21,14 +22,11 @@ from metal_engine.models.own_caches_model import open_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
-from metal_engine.runner.draft_model import DraftModel
-from metal_engine.runner.drafting import Drafter
-from metal_engine.runner.head_drafter import HeadDrafter
-from metal_engine.runner.model_runner import ModelRunner
-from metal_engine.runner.replay import DecodeReplay
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig
 from metal_engine.text.tokenizer import Tokenizer
+from tests.support.demo import stepped_engine
+from tests.support.running import add_all, drain
 from tools.fixtures.architecture_parts import Config
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import VOCAB_SIZE, fake_config, tiny_tokenizer
@@ -113,36 +111,18 @@ def tiny_engine(
     model = open_paged_model(reference, kv_cache_dtype=kv_cache_dtype)
     settings = replace(settings, model=replace(settings.model, own_caches_reason=model.own_caches_reason))
     adapters = None if make_adapters is None else make_adapters(model)
-    backend, scheduler_side, runner_side = PortableBackend(), *(connector or (None, None))
-    drafter: Drafter | None = None
-    if draft is not None:
-        sizes = {"vocab_size": settings.model.vocab_size}
-        drafter = DraftModel(PagedModel(draft), backend, settings.scheduler, settings.cache, **sizes)
+    drafter: PagedModel | PagedDraftHead | None = None if draft is None else PagedModel(draft)
     if make_head is not None:
-        head = PagedDraftHead(make_head(model.model), model)
-        drafter = HeadDrafter(head, model.pool, backend, settings.cache)
-    gpu_like = {"allow_queued_dispatch": True, "in_parts": True} if behind else {}
-    runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, drafter, **gpu_like)
-    if replay:
-        limits = {"padding_block": settings.cache.num_blocks, "max_num_seqs": settings.scheduler.max_num_seqs}
-        needs_hidden = drafter is not None and drafter.needs_hidden
-        runner.replay = DecodeReplay(model, backend, **limits, needs_hidden=needs_hidden, trace_at=1)
-        if isinstance(drafter, HeadDrafter):
-            padding_block = settings.cache.num_blocks
-            drafter.replay = DecodeReplay(drafter.head, backend, padding_block=padding_block, trace_at=1)
-    return SteppedEngine(settings, runner, tokenizer or tiny_tokenizer(), scheduler_side, adapters)
+        drafter = PagedDraftHead(make_head(model.model), model)
+    options = {"connector": connector, "adapters": adapters, "behind": behind, "replay": replay}
+    return stepped_engine(settings, model, PortableBackend(), tokenizer or tiny_tokenizer(), drafter, **options)
 
 
 def run_all(engine: SteppedEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[list[RequestOutput]]:
     """Return all outputs of requests that run together."""
-    outputs: dict[str, list[RequestOutput]] = {str(i): [] for i in range(len(requests))}
-    for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), engine.prepare(prompt, params))
-    while engine.has_requests:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-        engine.scheduler.check_integrity()
-    return list(outputs.values())
+    add_all(engine, requests)
+    outputs = drain(engine)
+    return [outputs[str(i)] for i in range(len(requests))]
 
 
 def run_pooling(
@@ -171,6 +151,15 @@ def run_pooling(
 
 def token_ids(outputs: list[RequestOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def greedy_tokens(model: Any, prompt: list[int], num_tokens: int, caches: Any = None) -> list[int]:
+    """Return the greedy output of mlx-lm's own forward pass. Default caches: the caches that mlx-lm makes."""
+    caches, tokens, output = caches or make_prompt_cache(model), prompt, []
+    for _ in range(num_tokens):
+        tokens = [int(mx.argmax(model(mx.array([tokens]), cache=caches)[0, -1]).item())]
+        output += tokens
+    return output
 
 
 def reference_logits(model: nn.Module, tokens: list[int]) -> np.ndarray:

@@ -40,29 +40,14 @@ _QWEN_IDS = {
     "vocab_size": VOCAB_SIZE,
 }
 _QWEN_VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "out_hidden_size": 64,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "num_position_embeddings": 64,
-}
+    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 2, "patch_size": 4,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64,
+}  # fmt: skip
 _QWEN_TEXT = {
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": VOCAB_SIZE,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
+    "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "vocab_size": VOCAB_SIZE, "rope_theta": 10000.0,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
 QWEN3_VL: dict[str, Any] = {
     "model_type": "qwen3_vl",
     "text_config": _QWEN_TEXT
@@ -307,7 +292,6 @@ def merged(parts: list[RequestOutput]) -> RequestOutput:
     whole = RequestOutput(parts[0].request_id, num_cached_tokens=parts[0].num_cached_tokens, logprobs=[])
     for part in parts:
         whole.token_ids += part.token_ids
-        assert whole.logprobs is not None
         whole.logprobs += part.logprobs or []
     return whole
 
@@ -337,157 +321,75 @@ QWEN2_5_VL: dict[str, Any] = {
 QWEN2_VL: dict[str, Any] = QWEN2_5_VL | {
     "model_type": "qwen2_vl",
     "vision_config": {
-        "model_type": "qwen2_vl",
-        "depth": 2,
-        "embed_dim": 32,
-        "hidden_size": 64,
-        "num_heads": 2,
-        "patch_size": 4,
-        "mlp_ratio": 2.0,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "in_channels": 3,
+        "model_type": "qwen2_vl", "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4,
+        "mlp_ratio": 2.0, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
     },
-}
+}  # fmt: skip
 _PIXTRAL = {
-    "model_type": "pixtral",
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "head_dim": 16,
-    "patch_size": 4,
-    "num_hidden_layers": 2,
-    "intermediate_size": 64,
-    "image_size": 64,
-    "rope_theta": 10000.0,
-    "num_channels": 3,
-}
+    "model_type": "pixtral", "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16, "patch_size": 4,
+    "num_hidden_layers": 2, "intermediate_size": 64, "image_size": 64, "rope_theta": 10000.0, "num_channels": 3,
+}  # fmt: skip
 MISTRAL3: dict[str, Any] = {
-    "model_type": "mistral3",
-    "text_config": LLAMA | {"model_type": "mistral", "head_dim": 16},
-    "vision_config": _PIXTRAL,
-    "image_token_index": IMAGE_TOKEN,
-    "spatial_merge_size": 2,
-    "vocab_size": VOCAB_SIZE,
-}
+    "model_type": "mistral3", "text_config": LLAMA | {"model_type": "mistral", "head_dim": 16},
+    "vision_config": _PIXTRAL, "image_token_index": IMAGE_TOKEN, "spatial_merge_size": 2, "vocab_size": VOCAB_SIZE,
+}  # fmt: skip
 PIXTRAL: dict[str, Any] = {key: value for key, value in MISTRAL3.items() if key != "spatial_merge_size"}
 PIXTRAL["model_type"] = "pixtral"
 LLAVA: dict[str, Any] = {
     "model_type": "llava",
     "text_config": LLAMA,
     "vision_config": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "patch_size": 4,
-        "num_hidden_layers": 3,
-        "intermediate_size": 64,
-        "image_size": 16,
-        "projection_dim": 32,
-        "num_channels": 3,
+        "model_type": "clip_vision_model", "hidden_size": 32, "num_attention_heads": 2, "patch_size": 4,
+        "num_hidden_layers": 3, "intermediate_size": 64, "image_size": 16, "projection_dim": 32, "num_channels": 3,
     },
     "image_token_index": IMAGE_TOKEN,
     "vocab_size": VOCAB_SIZE,
-}
+}  # fmt: skip
 LFM2_VL: dict[str, Any] = {
     "model_type": "lfm2-vl",
     "text_config": {
-        "model_type": "lfm2",
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 4096,
-        "norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "conv_L_cache": 3,
-        "conv_bias": False,
-        "conv_dim": 64,
-        "block_dim": 64,
-        "block_ff_dim": 128,
-        "block_multiple_of": 16,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": True,
-        "layer_types": ["conv", "conv", "full_attention", "conv"],
-        "full_attn_idxs": [2],
-        "tie_word_embeddings": True,
-        "intermediate_size": 128,
+        "model_type": "lfm2", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 4096, "norm_eps": 1e-5,
+        "rope_theta": 10000.0, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 64, "block_dim": 64,
+        "block_ff_dim": 128, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True, "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "full_attn_idxs": [2], "tie_word_embeddings": True, "intermediate_size": 128,
     },
     "vision_config": {
-        "model_type": "lfm2_vl",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "patch_size": 4,
-        "num_patches": 64,
+        "model_type": "lfm2_vl", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "patch_size": 4, "num_patches": 64,
     },
     "downsample_factor": 2,
     "image_token_id": IMAGE_TOKEN,
     "projector_hidden_size": 48,
-}
+}  # fmt: skip
 KIMI_VL: dict[str, Any] = {
     "model_type": "kimi_vl",
     "text_config": {
-        "model_type": "deepseek_v3",
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "n_shared_experts": 1,
-        "n_routed_experts": 4,
-        "routed_scaling_factor": 1.0,
-        "kv_lora_rank": 16,
-        "q_lora_rank": None,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_layer_freq": 1,
-        "first_k_dense_replace": 1,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "attention_bias": False,
+        "model_type": "deepseek_v3", "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128,
+        "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "n_shared_experts": 1, "n_routed_experts": 4, "routed_scaling_factor": 1.0, "kv_lora_rank": 16,
+        "q_lora_rank": None, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+        "num_experts_per_tok": 2, "moe_layer_freq": 1, "first_k_dense_replace": 1, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False,
     },
     "vision_config": {
-        "model_type": "moonvit",
-        "depth": 2,
-        "embed_dim": 32,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "image_size": 32,
-        "patch_size": 4,
-        "num_channels": 3,
-        "intermediate_size": 64,
-        "init_pos_emb_height": 8,
-        "init_pos_emb_width": 8,
-        "spatial_merge_size": 2,
+        "model_type": "moonvit", "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "image_size": 32,
+        "patch_size": 4, "num_channels": 3, "intermediate_size": 64, "init_pos_emb_height": 8,
+        "init_pos_emb_width": 8, "spatial_merge_size": 2,
     },
     "media_placeholder_token_id": IMAGE_TOKEN,
     "vocab_size": VOCAB_SIZE,
-}
+}  # fmt: skip
 
 
 def _with_experts(config: dict[str, Any]) -> dict[str, Any]:
     experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [],
         "norm_topk_prob": True,
-    }
+    }  # fmt: skip
     name = f"{config['model_type']}_moe"
     text = config["text_config"] | experts | {"model_type": f"{name}_text"}
     return config | {
@@ -515,20 +417,15 @@ GEMMA3: dict[str, Any] = {
         "max_position_embeddings": 512,
     },
     "vision_config": {
-        "model_type": "siglip_vision_model",
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "patch_size": 4,
-        "image_size": 32,
+        "model_type": "siglip_vision_model", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,
+        "num_attention_heads": 2, "patch_size": 4, "image_size": 32,
     },
     "image_token_index": IMAGE_TOKEN,
     "boi_token_index": 250,
     "pad_token_id": 255,  # mlx-vlm replaces the embedding of this token by zeros
     "mm_tokens_per_image": 16,
     "vocab_size": VOCAB_SIZE,
-}
+}  # fmt: skip
 GEMMA4: dict[str, Any] = {
     "model_type": "gemma4",
     "text_config": {
@@ -556,18 +453,9 @@ GEMMA4: dict[str, Any] = {
         "use_bidirectional_attention": "vision",
     },
     "vision_config": {
-        "model_type": "gemma4_vision",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "global_head_dim": 16,
-        "patch_size": 4,
-        "pooling_kernel_size": 2,
-        "default_output_length": 16,
-        "position_embedding_size": 64,
+        "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "patch_size": 4,
+        "pooling_kernel_size": 2, "default_output_length": 16, "position_embedding_size": 64,
     },
     "image_token_id": IMAGE_TOKEN,
     "audio_token_id": 254,
@@ -575,7 +463,7 @@ GEMMA4: dict[str, Any] = {
     "boi_token_id": 250,
     "eoi_token_id": 252,
     "vocab_size": VOCAB_SIZE,
-}
+}  # fmt: skip
 # As the small models: causal, with an embedding for each layer, and layers that share K and V.
 GEMMA4_SMALL: dict[str, Any] = GEMMA4 | {
     "text_config": GEMMA4["text_config"]
@@ -590,19 +478,8 @@ GEMMA4_SMALL: dict[str, Any] = GEMMA4 | {
     "audio_config": {"hidden_size": 32},
 }
 CONFIGS = {
-    "gemma3": GEMMA3,
-    "gemma4": GEMMA4,
-    "gemma4 small": GEMMA4_SMALL,
-    "qwen3_vl": QWEN3_VL,
-    "qwen3_5": QWEN3_5,
-    "qwen3_vl_moe": _with_experts(QWEN3_VL),
-    "qwen3_5_moe": _with_experts(QWEN3_5),
-    "qwen2_5_vl": QWEN2_5_VL,
-    "qwen2_vl": QWEN2_VL,
-    "mistral3": MISTRAL3,
-    "pixtral": PIXTRAL,
-    "llava": LLAVA,
-    "lfm2-vl": LFM2_VL,
-    "kimi_vl": KIMI_VL,
-    **tiled_configs(IMAGE_TOKEN, VOCAB_SIZE),
-}
+    "gemma3": GEMMA3, "gemma4": GEMMA4, "gemma4 small": GEMMA4_SMALL, "qwen3_vl": QWEN3_VL, "qwen3_5": QWEN3_5,
+    "qwen3_vl_moe": _with_experts(QWEN3_VL), "qwen3_5_moe": _with_experts(QWEN3_5), "qwen2_5_vl": QWEN2_5_VL,
+    "qwen2_vl": QWEN2_VL, "mistral3": MISTRAL3, "pixtral": PIXTRAL, "llava": LLAVA, "lfm2-vl": LFM2_VL,
+    "kimi_vl": KIMI_VL, **tiled_configs(IMAGE_TOKEN, VOCAB_SIZE),
+}  # fmt: skip

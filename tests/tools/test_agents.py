@@ -237,19 +237,9 @@ def test_errors_in_responses(recorded: Exchange, error: str) -> None:
 
 
 LOGGED = LoggedRequest(
-    time=1.2,
-    turn=1,
-    num_prompt_tokens=1000,
-    num_cached_tokens=880,
-    num_known_tokens=890,
-    num_earlier_tokens=890,
-    num_output_tokens=20,
-    content="Let me look.",
-    calls=(CALL,),
-    reasoning="so",
-    was="",
-    now="",
-)
+    time=1.2, turn=1, num_prompt_tokens=1000, num_cached_tokens=880, num_known_tokens=890, num_earlier_tokens=890,
+    num_output_tokens=20, content="Let me look.", calls=(CALL,), reasoning="so", was="", now="",
+)  # fmt: skip
 TURN = Turn(1, 1.0, 2.0, "x\nTurn 1 is done.\n")
 
 
@@ -290,8 +280,7 @@ def test_problems(changes: dict[str, Any], response: str, problem: str) -> None:
 
 def test_problems_of_the_agent() -> None:
     turn = Turn(2, 1.0, 2.0, "no", "exit status 1: x")
-    missing = Exchange(1.5, "GET", "/v1/other", "", 404, "no")
-    found = report(turn, [], [missing], HERMES.marks)
+    found = report(turn, [], [Exchange(1.5, "GET", "/v1/other", "", 404, "no")], HERMES.marks)
     assert found.errors[0] == "exit status 1: x" and "did not print 'Turn 2 is done.'" in found.errors[1]
     assert found.errors[2] == "GET /v1/other: status 404: no"
 

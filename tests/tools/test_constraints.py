@@ -26,8 +26,7 @@ def test_exact_versions_in_order_and_nothing_else() -> None:
 
 def test_it_names_what_the_project_asks_for_within_its_ranges() -> None:
     for requirement in project_requirements(("dev", "gateway", "plots", "valkey", "vision")):
-        version = PINS[requirement.name.lower().replace("_", "-")]
-        assert requirement.specifier.contains(version), requirement
+        assert requirement.specifier.contains(PINS[requirement.name.lower().replace("_", "-")]), requirement
 
 
 def test_what_only_the_other_platform_needs_has_its_one_version() -> None:

@@ -106,8 +106,6 @@ def test_the_engine_s_process_is_found_on_a_narrow_terminal(monkeypatch: pytest.
         child.communicate(b"\n")
 
 
-# --- the comparison ---
-
 CHUNKS = [
     {"id": "1", "choices": [{"index": 0, "delta": {"role": "assistant", "content": "Hel"}}]},
     {"id": "1", "choices": [{"index": 1, "delta": {"content": "x"}}, {"index": 0, "delta": {"content": "lo"}}]},

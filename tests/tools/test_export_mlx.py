@@ -37,8 +37,7 @@ def test_mlx_lm_and_we_generate_the_same(folder: Path, reference_model: Any, dem
     assert tokenizer.encode(PROMPT) == prompt
     chat = [{"role": "user", "content": "Hello"}]
     assert tokenizer.apply_chat_template(chat, add_generation_prompt=True) == demo_tokenizer.apply_chat_template(chat)
-    theirs = [int(t) for t, _ in generate_step(mx.array(prompt), model, max_tokens=8)]
-    assert theirs == expected
+    assert [int(t) for t, _ in generate_step(mx.array(prompt), model, max_tokens=8)] == expected
     with LLM(
         str(folder), num_gpu_blocks_override=64, max_model_len=1024, max_num_batched_tokens=64, max_num_seqs=4
     ) as llm:
@@ -57,10 +56,8 @@ def one_layer(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_never_stops(one_layer: Path, demo_path: Path) -> None:
     config = json.loads((one_layer / "config.json").read_text())
     assert config["num_hidden_layers"] == 1
-    endless = config["eos_token_id"]
-    assert endless not in gguf_eos_token_ids(read_gguf_header(demo_path))
-    weights = mx.load(str(one_layer / "model.safetensors"))
-    assert {a.dtype for a in weights.values()} == {mx.float32}
+    assert config["eos_token_id"] not in gguf_eos_token_ids(read_gguf_header(demo_path))
+    assert {a.dtype for a in mx.load(str(one_layer / "model.safetensors")).values()} == {mx.float32}
 
 
 @pytest.mark.full

@@ -24,14 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = [
     next(i for i, m in enumerate(MUTANTS) if m.new == new)
     for new in (
-        "simdgroup_barrier(mem_flags::mem_threadgroup);",
-        ": position)",
-        "position - window)",
-        "k_rows, key_slots",
-        "ushort(16)",
-        "sum",
+        "simdgroup_barrier(mem_flags::mem_threadgroup);", ": position)", "position - window)", "k_rows, key_slots",
+        "ushort(16)", "sum",
     )
-]
+]  # fmt: skip
 PREFILL = [s for s in SHAPES if s.name.startswith("prefill")]
 
 

@@ -22,9 +22,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from metal_engine.checkpoints.draft_heads.weights import read_head
 from metal_engine.errors import ModelLoadError
 from metal_engine.models.draft_head import DraftHead, load_head
-from metal_engine.runner.head_drafter import HeadDrafter
-from metal_engine.step import Drafting
 from tests.runner.test_speculation import check_same, params
+from tests.support.draft_heads import watch_drafts
 from tests.support.speculation import draft_for_free, head_config
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference
 from tools.fixtures.architecture_parts import LATENT, MOE, YARN, Config
@@ -74,10 +73,8 @@ FAMILIES = {
         configuration("mimo"),
         {"num_hidden_layers": 5},
         (
-            "model.mtp_layers.0.token_layernorm",
-            "model.mtp_layers.0.hidden_layernorm",
-            "model.mtp_layers.0.input_proj",
-            "model.mtp_layers.0.final_layernorm",
+            "model.mtp_layers.0.token_layernorm", "model.mtp_layers.0.hidden_layernorm",
+            "model.mtp_layers.0.input_proj", "model.mtp_layers.0.final_layernorm",
         ),
         ("model.mtp_layers.0",),
         hidden_first=True,
@@ -91,9 +88,7 @@ FAMILIES = {
     ),
     "nemotron_h": Family(
         {
-            **NEMOTRON,
-            **MOE,
-            "moe_shared_expert_intermediate_size": 16,
+            **NEMOTRON, **MOE, "moe_shared_expert_intermediate_size": 16,
             "hybrid_override_pattern": ["M", "*", "E", "M", "*"],
         },
         {"hybrid_override_pattern": ["M", "*", "E", "M", "*", "*", "E"]},
@@ -101,7 +96,7 @@ FAMILIES = {
         ("mtp.layers.0", "mtp.layers.1"),
         options={"num_state_slots": 200},
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,10 +120,10 @@ class Published:
     def blocks(self) -> list[nn.Module]:
         return self.larger.layers[len(self.model.layers) :]
 
-    def write(self, folder: Path, changes: Weights | None = None) -> Path:
+    def write(self, folder: Path, more: Weights) -> Path:
         """Write the head's weights among some of the model's."""
         others = {"model.layers.0.input_layernorm.weight": mx.zeros(4), "lm_head.weight": mx.zeros((4, 4))}
-        mx.save_safetensors(str(folder / "model.safetensors"), self.weights | others | (changes or {}))
+        mx.save_safetensors(str(folder / "model.safetensors"), self.weights | others | more)
         return folder
 
 
@@ -224,8 +219,8 @@ class Reference:
         return float(max(gaps))
 
 
-def loaded(name: str, folder: Path, changes: Weights | None = None) -> Callable[[nn.Module], DraftHead]:
-    place = published(name).write(folder, changes)
+def loaded(name: str, folder: Path) -> Callable[[nn.Module], DraftHead]:
+    place = published(name).write(folder, {})
     return lambda model: load_head(model, read_head(place, model), mx.float32, dequantize=False)
 
 
@@ -257,33 +252,11 @@ def test_outputs_are_those_without_and_drafts_those_of_the_definition(
     expected = run_all(tiny_engine(**options), requests)
     engine = tiny_engine(speculative=head_config(2), make_head=loaded(name, tmp_path), **options)
     draft_for_free(engine)
-    found: list[tuple[list[int], list[int]]] = []
-    draft = HeadDrafter.draft
-
-    def watched(self: HeadDrafter, table: Any, plan: Any) -> Drafting | None:
-        drafting = draft(self, table, plan)
-        for request_id, drafts in ({} if drafting is None else drafting.token_ids).items():
-            if drafts:
-                found.append((table.token_ids(table.index(request_id)).tolist(), drafts))
-        return drafting
-
-    monkeypatch.setattr(HeadDrafter, "draft", watched)
+    found = watch_drafts(monkeypatch)
     check_same(run_all(engine, requests), expected)
     assert len(found) > 5 and max(len(drafts) for _, drafts in found) == 2
     reference = Reference(name)
     assert max(reference.gap(known, drafts) for known, drafts in found) < 1e-4
-
-
-def test_the_order_of_the_inputs_and_their_norms_matter(tmp_path: Path) -> None:
-    """Exchanged names do not pass the comparison with the definition."""
-    weights, place = published("mimo").weights, "model.mtp_layers.0"
-    norms = [f"{place}.{name}_layernorm.weight" for name in ("token", "hidden")]
-    exchanged = {name: weights[other] for name, other in zip(norms, norms[::-1], strict=True)}
-    projection = f"{place}.input_proj.weight"
-    halves = mx.split(weights[projection], 2, axis=1)
-    for i, changes in enumerate([exchanged, {projection: mx.concatenate(halves[::-1], axis=1)}]):
-        (folder := tmp_path / str(i)).mkdir()
-        assert error_of("mimo", loaded("mimo", folder, changes)(published("mimo").model)) > 1e-2
 
 
 def test_repeated_weights_must_be_the_model_s(tmp_path: Path) -> None:

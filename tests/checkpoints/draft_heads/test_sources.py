@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -27,8 +26,7 @@ MODEL = tiny_model(**CONFIG)
 
 
 def head_weights() -> dict[str, mx.array]:
-    flat: Any = tree_flatten(random_head(MODEL).parameters())
-    return {f"mtp.{name}": array for name, array in flat}
+    return {f"mtp.{name}": array for name, array in tree_flatten(random_head(MODEL).parameters())}
 
 
 @pytest.fixture(scope="module")

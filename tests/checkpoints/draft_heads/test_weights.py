@@ -25,8 +25,7 @@ MODEL_TENSOR = {"model.language_model.embed_tokens.weight": mx.zeros((4, 4))}
 
 
 def flat(head: DraftHead) -> Weights:
-    found: Any = tree_flatten(head.parameters())
-    return dict(found)
+    return dict(tree_flatten(head.parameters()))
 
 
 def write(folder: Path, weights: Weights, config: dict[str, Any] | None = None, name: str = "model") -> Path:
@@ -57,8 +56,7 @@ def with_single_experts(weights: Weights) -> Weights:
 
 
 def check(place: Path, model: nn.Module, expected: Weights, atol: float = 1e-6) -> None:
-    head = load_head(model, read_head(place, model), mx.float32, dequantize=True)
-    found = flat(head)
+    found = flat(load_head(model, read_head(place, model), mx.float32, dequantize=True))
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_allclose(np.array(found[name]), np.array(array), atol=atol, err_msg=name)

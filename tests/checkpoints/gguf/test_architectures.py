@@ -59,8 +59,7 @@ def test_files_are_the_converters(tmp_path: Path, name: str) -> None:
     config = CONFIGS[name]
     assert architecture(config) == expected["architecture"]
     written = describe(write_gguf(tmp_path / "m.gguf", config))
-    assert written["metadata"] == expected["metadata"]
-    assert written["tensors"] == expected["tensors"]
+    assert written["metadata"] == expected["metadata"] and written["tensors"] == expected["tensors"]
 
 
 @pytest.mark.parametrize(("name", "dequantize"), [*((name, True) for name in CONFIGS), ("gpt-oss", False)])
@@ -71,8 +70,7 @@ def test_logits_are_llama_cpps(tmp_path: Path, name: str, dequantize: bool) -> N
     model, _ = load_gguf_model(write_gguf(tmp_path / "m.gguf", CONFIGS[name]), mx.float32, dequantize)
     for case in expected:
         assert np.std(case["logits"]) > 0.2
-        difference = np.abs(last_logits(model, case["token_ids"]) - case["logits"])
-        assert difference.max() < GELU.get(name, CLOSE)
+        assert np.abs(last_logits(model, case["token_ids"]) - case["logits"]).max() < GELU.get(name, CLOSE)
 
 
 # All types of matrices besides F32 and the K-quants. MLX stores Q4_0, Q4_1 and Q8_0 as they are.
@@ -369,5 +367,4 @@ def test_the_fixture_is_what_llama_cpp_says(tmp_path: Path, name: str) -> None:
 
     llama = LlamaCpp(write_gguf(tmp_path / "m.gguf", CONFIGS[name], prepare=add_tokenizer))
     for case in FIXTURE["cases"][name]["prompts"]:
-        difference = np.abs(llama.logits(case["token_ids"]) - case["logits"])
-        assert difference.max() < GELU.get(name, CLOSE)
+        assert np.abs(llama.logits(case["token_ids"]) - case["logits"]).max() < GELU.get(name, CLOSE)

@@ -123,8 +123,7 @@ def test_bos(tmp_path: Path, pre: str, says: dict[str, bool], added: bool) -> No
     tokenizer = load_gguf_tokenizer(write_byte_level(tmp_path, pre, **says))
     bare = tokenizer.encode("Hello world", add_special_tokens=False)
     bos = [id_of("<|im_start|>")] if added else []
-    assert tokenizer.encode("Hello world") == bos + bare
-    assert tokenizer.bos_token == "<|im_start|>"
+    assert tokenizer.encode("Hello world") == bos + bare and tokenizer.bos_token == "<|im_start|>"
 
 
 def test_eos_is_appended_when_the_file_says_so(tmp_path: Path) -> None:
@@ -134,8 +133,7 @@ def test_eos_is_appended_when_the_file_says_so(tmp_path: Path) -> None:
 
 def test_special_tokens_and_chat_template(tmp_path: Path) -> None:
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    path = write_byte_level(tmp_path, "smollm", chat_template=template)
-    tokenizer = load_gguf_tokenizer(path)
+    tokenizer = load_gguf_tokenizer(write_byte_level(tmp_path, "smollm", chat_template=template))
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert text == "<|im_start|>user\nHi<|im_end|>\n"
     ids = tokenizer.encode(text)
@@ -269,5 +267,4 @@ def test_sentencepiece(tmp_path: Path, add_prefix: bool, user_defined: list[str]
     for text in [*TEXTS, "a   b\n\n\n<tag>  c<tag><tag>\n\n  "]:
         expected = theirs.encode(text)
         assert ours.encode(text, add_special_tokens=False) == expected, text
-        assert ours.encode(text) == [theirs.bos_id(), *expected]
-        assert ours.decode(expected) == text
+        assert ours.encode(text) == [theirs.bos_id(), *expected] and ours.decode(expected) == text

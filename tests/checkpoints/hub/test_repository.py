@@ -59,8 +59,7 @@ def load_in_a_child(cases: list[dict[str, Any]], **env: str) -> list[list[Any]]:
     command = [sys.executable, "-c", code, json.dumps(cases)]
     done = subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(autouse=True)
@@ -244,8 +243,7 @@ def test_a_hub_that_accepts_and_never_answers_is_given_up(monkeypatch: pytest.Mo
         def accept() -> None:
             with contextlib.suppress(OSError):  # the server is closed
                 while True:
-                    client = waiting.enter_context(server.accept()[0])
-                    received.append(client.recv(1 << 16))
+                    received.append(waiting.enter_context(server.accept()[0]).recv(1 << 16))
 
         threading.Thread(target=accept, daemon=True).start()
         use_endpoint(f"http://127.0.0.1:{server.getsockname()[1]}", monkeypatch)
@@ -355,5 +353,4 @@ def test_token_download_dir_and_tokenizer(asked: FakeHub, repos: dict[str, Repo]
     env = {"HF_ENDPOINT": asked.url, "HF_HOME": str(cache), "HF_TOKEN": TOKEN}
     assert load_in_a_child(cases, **env) == [LOADED, LOADED]
     assert TOKEN in asked.tokens
-    assert list(kept.rglob("config.json"))
-    assert not list(cache.rglob("config.json"))
+    assert list(kept.rglob("config.json")) and not list(cache.rglob("config.json"))

@@ -156,7 +156,6 @@ def test_no_process_is_left_by_a_server_that_is_killed(number: int, loads: bool)
         open("/dev/full", "wb") as full,
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, text=True) as server,
     ):
-        assert server.stdout is not None
         process_ids = [int(word) for word in server.stdout.readline().split()]
         assert len(process_ids) == (1 if loads else 2) and all(map(is_running, process_ids))
         server.send_signal(number)
@@ -287,6 +286,5 @@ def test_a_process_that_reads_nothing(caplog: pytest.LogCaptureFixture) -> None:
         return await asyncio.gather(*requests)
 
     with caplog.at_level(logging.ERROR):
-        ends = asyncio.run(run())
-        assert {output.finish_reason for output in ends} == {"error"}
+        assert {output.finish_reason for output in asyncio.run(run())} == {"error"}
         check_end(engine, caplog, "hangs: it has read no message for 0.5 s")

@@ -54,7 +54,6 @@ def some_images() -> PromptImages:
 def test_round_trip() -> None:
     images = some_images()
     found = unpacked_request(submitted(images), None, None, sent_inputs(images)).images
-    assert found is not None and found.axes is not None and images.axes is not None
     assert found.axes.delta == -3 and (found.axes.prompt == images.axes.prompt).all()
     for ours, theirs in zip(images.images, found.images, strict=True):
         assert theirs.positions.tolist() == ours.positions.tolist() and theirs.positions.dtype == np.int32

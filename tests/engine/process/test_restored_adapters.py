@@ -52,7 +52,6 @@ def engine(root: Path) -> Iterator[AsyncEngine]:
 
 
 def find(engine: AsyncEngine, name: str) -> Adapter:
-    assert engine.adapters is not None
     adapter = engine.adapters.find(name)
     assert adapter is not None
     return adapter
@@ -123,7 +122,6 @@ def check_equal(ours: dict[str, RequestOutput], theirs: dict[str, RequestOutput]
 
 
 def unload_all(engine: AsyncEngine) -> None:
-    assert engine.adapters is not None
     for name in ("x", "y"):
         engine.adapters.unload(name)
 

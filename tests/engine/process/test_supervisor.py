@@ -213,11 +213,9 @@ def test_the_spare_process_is_next() -> None:
     engine = started("fake", max_restarts=10, limits={"spare_delay": 0.0})
 
     def spare() -> EngineProcess:
-        transport: Any = engine._transport
-        spawner = transport._restartable._spawner
+        spawner = engine._transport._restartable._spawner
         wait_until(lambda: spawner.spare is not None, "the spare process")
-        found: EngineProcess = spawner.spare
-        return found
+        return spawner.spare
 
     try:
         first, second = pid_of(engine), spare()
@@ -303,8 +301,7 @@ def test_a_fault_of_the_supervisor_ends_the_engine(monkeypatch: pytest.MonkeyPat
         return await asyncio.wait_for(request, 20)
 
     try:
-        transport: Any = engine._transport
-        monkeypatch.setattr(transport._restartable, "may_restart", fail)
+        monkeypatch.setattr(engine._transport._restartable, "may_restart", fail)
         end = asyncio.run(run())
         problem = "the engine has stopped: it cannot be kept alive: ZeroDivisionError: a fault"
         assert end.finish_reason == "error" and end.error == problem and str(engine.error) == problem

@@ -130,8 +130,7 @@ def test_a_channel_to_a_process_that_has_ended() -> None:
 
 def test_limits_follow_the_model() -> None:
     limits = ProcessLimits()
-    assert limits.of_steps(0.5, 4.0) == 60.0
-    assert limits.of_steps(60.0, 70.0) == 600.0
+    assert limits.of_steps(0.5, 4.0) == 60.0 and limits.of_steps(60.0, 70.0) == 600.0
     assert limits.of_steps(0.5, 200.0) == 400.0  # a machine that compiles slowly
     assert limits.of_load(10.0) == 600.0 and limits.of_load(600.0) == 2400.0
 

@@ -239,8 +239,7 @@ def test_new_fields_must_be_sent_or_listed_here() -> None:
 
 @given(STRUCTURED | st.none(), PHASES | st.none())
 def test_grammars(structured: StructuredOutputsParams | None, phases: OutputPhases | None) -> None:
-    packed = packed_grammar(structured, phases)
-    message = to_engine(wire.MakeGrammar(3, *packed, b""))
+    message = to_engine(wire.MakeGrammar(3, *packed_grammar(structured, phases), b""))
     assert unpacked_structured(message.structured) == structured
     assert unpacked_phases(message.phases) == phases
 
@@ -275,8 +274,7 @@ def test_metrics() -> None:
         elif isinstance(value, dict) and name != "_times":
             value["b"] = i
     metrics.num_accepted_tokens += [3, 2]
-    stats = SchedulerStats(1, 2, 3, 4, 5, 6)
-    snapshot = from_engine(wire.Numbers(stats, packed_metrics(metrics))).metrics
+    snapshot = from_engine(wire.Numbers(SchedulerStats(1, 2, 3, 4, 5, 6), packed_metrics(metrics))).metrics
     found = EngineMetrics()
     totals = MetricsTotals(found)
     totals.update(snapshot)

@@ -70,7 +70,6 @@ def test_a_step_ahead_holds_nobody_up_any_more() -> None:
     """A request with a late mask may have drafts again after its next step, whichever way that step is planned."""
     harness = make_harness(num_drafts=4, ahead_seconds=1e-6)
     speculation = harness.scheduler.speculation
-    assert speculation is not None
     harness.submit("a", make_prompt(0, 6), 40)
     for _ in range(4):
         harness.step()
@@ -79,8 +78,6 @@ def test_a_step_ahead_holds_nobody_up_any_more() -> None:
     assert set(kinds_of(harness)[2:]) == {"plain"} and not speculation._proposals._suspended
     harness.drain()
 
-
-# --- room ---
 
 NO_CAPACITY: dict[str, dict[str, Any]] = {
     "attention work": {"max_attention_work": 20},
@@ -154,9 +151,6 @@ def test_steps_wait_for_drafts_that_there_is_room_for() -> None:
         harness.drain()
 
 
-# --- steps under way ---
-
-
 class Measured(StepTimes):
     """Records which steps are measured."""
 
@@ -184,7 +178,6 @@ def test_chunks_of_a_prompt_are_planned_ahead() -> None:
     )
     scheduler, times = harness.scheduler, Measured()
     speculate(scheduler, make_proposer(speculative), times, FreeDrafts(), async_planning=KnownAheadTimes(0.9))
-    assert scheduler.speculation is not None
     harness.submit("a", make_prompt(0, 4), 40, needs_token_on_host=True)
     harness.submit("without", make_prompt(2, 4), 40, options=RequestOptions(use_speculation=False))
     harness.schedule()
@@ -194,8 +187,7 @@ def test_chunks_of_a_prompt_are_planned_ahead() -> None:
     harness.abort("without")
     harness.submit("b", make_prompt(1, 30), 2)
     plan = harness.schedule()  # a must wait for its token in flight
-    assert plan.num_scheduled_tokens == {"b": 8}
-    assert not plan.draft_model_req_ids
+    assert plan.num_scheduled_tokens == {"b": 8} and not plan.draft_model_req_ids
     times.rows.clear()
     harness.update()
     assert times.rows == [2]
@@ -244,9 +236,6 @@ def test_a_step_without_anything_to_do_changes_nothing() -> None:
     harness.run()
     assert times.rows == [5] * 4
     harness.drain()
-
-
-# --- states that go back ---
 
 
 def test_what_is_computed_again_fits_into_what_is_left() -> None:

@@ -74,8 +74,7 @@ class TimedDraftModel:
         return drafting
 
     def _follow(self, request_id: str, num_tokens: int, drafting: Drafting) -> None:
-        num_missing_tokens = num_tokens - self._num_computed.get(request_id, 0) - 5
-        drafting.num_tokens += max(0, num_missing_tokens)
+        drafting.num_tokens += max(0, num_tokens - self._num_computed.get(request_id, 0) - 5)
         drafting.num_computed_tokens[request_id] = self._num_computed[request_id] = num_tokens
 
 
@@ -132,18 +131,12 @@ def run(
     clock.now = end = up_seconds
     draft_model = None
     if right_from is not None:
-        assert config.speculative is not None
         source = TimedHead if is_head else TimedDraftModel
         draft_model = source(harness, clock, right_from, forward_seconds, forward_seconds / 10)
         harness.runner.draft_model = draft_model  # type: ignore[assignment]
         proposer, ahead = make_proposer(config.speculative), AsyncPlanning(clock)
-        speculate(
-            harness.scheduler,
-            proposer,
-            times or StepTimes(clock),
-            async_planning=ahead,
-            gain=DraftGain(clock) if is_head else None,
-        )
+        gain = DraftGain(clock) if is_head else None
+        speculate(harness.scheduler, proposer, times or StepTimes(clock), async_planning=ahead, gain=gain)
     execute = harness.runner.execute
 
     def timed(plan: SchedulerOutput) -> TimedStep:
@@ -166,6 +159,22 @@ def run(
     return busy_seconds, draft_model
 
 
+def ratio(
+    num_requests: int,
+    right_from: int,
+    seconds: Callable[[int], float] = memory_bound,
+    forward_seconds: float = 0.2,
+    *,
+    is_head: bool = False,
+    times: StepTimes | None = None,
+    **more: Any,
+) -> tuple[float, Any]:
+    """Return the duration with drafts relative to the duration without, and the draft model or head."""
+    without, _ = run(num_requests, None, seconds, **more)
+    with_drafts, drafter = run(num_requests, right_from, seconds, forward_seconds, is_head=is_head, times=times, **more)
+    return with_drafts / without, drafter
+
+
 @pytest.mark.parametrize(
     ("seconds", "num_requests", "forward_seconds"),
     sweep(
@@ -176,50 +185,44 @@ def run(
 def test_a_draft_model_that_is_wrong_costs_little(
     num_requests: int, seconds: Callable[[int], float], forward_seconds: float
 ) -> None:
-    without, _ = run(num_requests, None, seconds)
-    with_drafts, draft_model = run(num_requests, NEVER, seconds, forward_seconds)
-    assert with_drafts <= 1.05 * without
-    assert draft_model is not None and draft_model.num_forwards
+    found, draft_model = ratio(num_requests, NEVER, seconds, forward_seconds)
+    assert found <= 1.05 and draft_model.num_forwards
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, pytest.param(16, marks=pytest.mark.full)])
 def test_it_costs_little_beside_steps_ahead(num_requests: int) -> None:
     """The budget for probes is a fraction of the time of steps. Idle time does not count."""
-    more: dict[str, Any] = {"num_turns": 2, "length": 550, "is_ahead": True, "up_seconds": 86_400.0}
-    without, _ = run(num_requests, None, memory_bound, **more)
-    with_drafts, draft_model = run(num_requests, NEVER, memory_bound, **more)
-    assert with_drafts <= 1.05 * without
-    assert draft_model is not None and draft_model.num_forwards > 10
+    found, draft_model = ratio(num_requests, NEVER, num_turns=2, length=550, is_ahead=True, up_seconds=86_400.0)
+    assert found <= 1.05 and draft_model.num_forwards > 10
 
 
 @pytest.mark.parametrize("forward_seconds", [pytest.param(0.1, marks=pytest.mark.full), 0.3])
 def test_it_costs_little_in_many_short_requests(forward_seconds: float) -> None:
-    without, _ = run(2, None, memory_bound, num_turns=30, length=40)
-    with_drafts, _ = run(2, NEVER, memory_bound, forward_seconds, num_turns=30, length=40)
-    assert with_drafts <= 1.06 * without
+    assert ratio(2, NEVER, forward_seconds=forward_seconds, num_turns=30, length=40)[0] <= 1.06
 
 
-@pytest.mark.parametrize(("num_requests", "forward_seconds", "most"), [(1, 0.1, 0.4), (1, 0.3, 0.6), (8, 0.1, 0.57)])
-def test_a_draft_model_that_is_right_pays(num_requests: int, forward_seconds: float, most: float) -> None:
-    without, _ = run(num_requests, None, memory_bound)
-    with_drafts, _ = run(num_requests, 0, memory_bound, forward_seconds)
-    assert with_drafts <= most * without
+@pytest.mark.parametrize(
+    ("is_head", "num_requests", "forward_seconds", "most"),
+    [
+        *((False, 1, 0.1, 0.4), (False, 1, 0.3, 0.6), (False, 8, 0.1, 0.57)),
+        *((True, 1, 0.05, 0.4), (True, 1, 0.2, 0.5), (True, 8, 0.05, 0.55)),
+    ],
+)
+def test_right_drafts_pay(is_head: bool, num_requests: int, forward_seconds: float, most: float) -> None:
+    assert ratio(num_requests, 0, forward_seconds=forward_seconds, is_head=is_head)[0] <= most
 
 
-def test_it_comes_back_when_it_is_right() -> None:
-    """The draft model can predict the second half of the outputs. Probes detect this, and it catches up."""
-    without, _ = run(1, None, memory_bound)
-    with_drafts, draft_model = run(1, 150, memory_bound, 0.1)
-    assert with_drafts <= 0.8 * without
-    assert draft_model is not None and draft_model.max_chunk > 20
+@pytest.mark.parametrize("is_head", [False, True])
+def test_it_comes_back_when_it_is_right(is_head: bool) -> None:
+    """It can predict the second half of the outputs. Probes detect this, and a draft model catches up."""
+    found, drafter = ratio(1, 150, forward_seconds=0.1, is_head=is_head)
+    assert found <= 0.8 and (is_head or drafter.max_chunk > 20)
 
 
 def test_a_draft_model_as_large_as_the_model_is_not_asked_for_long() -> None:
     """The cost of such a model is not worthwhile even if all its drafts are right."""
-    without, _ = run(1, None, memory_bound)
-    with_drafts, draft_model = run(1, 0, memory_bound, 1.05)
-    assert with_drafts <= 1.05 * without
-    assert draft_model is not None and draft_model.num_forwards < 25
+    found, draft_model = ratio(1, 0, forward_seconds=1.05)
+    assert found <= 1.05 and draft_model.num_forwards < 25
 
 
 @pytest.mark.parametrize(
@@ -230,18 +233,9 @@ def test_a_draft_model_as_large_as_the_model_is_not_asked_for_long() -> None:
     ),
 )
 def test_a_head_that_is_wrong_costs_little(num_requests: int, forward_seconds: float, is_ahead: bool) -> None:
-    more: dict[str, Any] = {"length": 500, "is_ahead": is_ahead}
-    without, _ = run(num_requests, None, memory_bound, **more)
-    with_drafts, head = run(num_requests, NEVER, memory_bound, forward_seconds, is_head=True, **more)
-    assert with_drafts <= 1.02 * without
-    assert head is not None and head.num_forwards > 5
-
-
-@pytest.mark.parametrize(("num_requests", "forward_seconds", "most"), [(1, 0.05, 0.4), (1, 0.2, 0.5), (8, 0.05, 0.55)])
-def test_a_head_that_is_right_pays(num_requests: int, forward_seconds: float, most: float) -> None:
-    without, _ = run(num_requests, None, memory_bound)
-    with_drafts, _ = run(num_requests, 0, memory_bound, forward_seconds, is_head=True)
-    assert with_drafts <= most * without
+    options: dict[str, Any] = {"is_head": True, "length": 500, "is_ahead": is_ahead}
+    found, head = ratio(num_requests, NEVER, forward_seconds=forward_seconds, **options)
+    assert found <= 1.02 and head.num_forwards > 5
 
 
 @pytest.mark.parametrize(("num_requests", "most"), [(4, 0.75), (8, 0.92), (16, 0.77)])
@@ -251,31 +245,20 @@ def test_many_requests_have_a_draft_each_before_any_has_more(num_requests: int, 
     def seconds(num_rows: int) -> float:
         return 0.2 + 0.05 * min(num_rows, 16) + 0.0275 * max(0, num_rows - 16)
 
-    without, _ = run(num_requests, None, seconds)
-    with_drafts, _ = run(num_requests, 0, seconds, 0.05, is_head=True)
-    assert with_drafts <= most * without
+    assert ratio(num_requests, 0, seconds, 0.05, is_head=True)[0] <= most
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_wrong_estimates_of_step_times_cost_little(is_ahead: bool) -> None:
     """Draft rows are estimated to take no time. A draft row takes as long as another row."""
-    more: dict[str, Any] = {"length": 500, "num_turns": 4, "is_ahead": is_ahead}
-    without, _ = run(1, None, float, **more)
-    with_drafts, head = run(1, 0, float, is_head=True, times=KnownTimes(), **more)
-    assert with_drafts <= 1.05 * without, "1.17 if the estimates alone decide"
-    assert head is not None and head.num_forwards > 5
-
-
-def test_a_head_comes_back_when_it_is_right() -> None:
-    without, _ = run(1, None, memory_bound)
-    with_drafts, _ = run(1, 150, memory_bound, 0.1, is_head=True)
-    assert with_drafts <= 0.8 * without
+    found, head = ratio(1, 0, float, is_head=True, times=KnownTimes(), length=500, num_turns=4, is_ahead=is_ahead)
+    assert found <= 1.05, "1.17 if the estimates alone decide"
+    assert head.num_forwards > 5
 
 
 def test_prompts_are_followed_as_long_as_it_pays() -> None:
     _, right = run(1, 0, memory_bound, 0.1, num_turns=20, length=60)
     _, wrong = run(1, NEVER, memory_bound, 0.1, num_turns=20, length=60)
-    assert right is not None and wrong is not None
     assert right.num_followed >= 18 and right.num_chunk_tokens >= 20 * 30
     assert wrong.num_followed <= right.num_followed / 2
 

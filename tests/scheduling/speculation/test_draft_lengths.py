@@ -55,16 +55,14 @@ def times(clock: Clock) -> StepTimes:
 def test_nothing_is_known_without_a_step_of_so_few_rows(times: StepTimes, clock: Clock) -> None:
     assert times.times(1, 4) == []
     measure(times, clock, 4, 1.0)
-    assert times.times(3, 4) == []
-    assert times.times(4, 3) == [1.0] * 4
+    assert times.times(3, 4) == [] and times.times(4, 3) == [1.0] * 4
 
 
 def test_larger_steps_are_tried_little_by_little(times: StepTimes, clock: Clock) -> None:
     measure(times, clock, 16, 1.0)
     assert times.times(16, 64) == [1.0] * 5
     measure(times, clock, 20, 2.0)
-    assert len(times.times(16, 64)) == 25 - 16 + 1
-    assert len(times.times(22, 64)) == 25 - 22 + 1
+    assert len(times.times(16, 64)) == 25 - 16 + 1 and len(times.times(22, 64)) == 25 - 22 + 1
     assert len(times.times(40, 64)) == 1  # the first entry is without drafts
 
 
@@ -313,6 +311,11 @@ def run(
     return clock.now, num_rows
 
 
+def ratio(num_requests: int, right_from: int, seconds: Callable[[int], float], **kind: Any) -> float:
+    """Return the duration with drafts relative to the duration without."""
+    return run(num_requests, right_from, seconds, **kind)[0] / run(num_requests, None, seconds, **kind)[0]
+
+
 def memory_bound(num_rows: int) -> float:
     return 1.0 + 0.05 * num_rows
 
@@ -340,9 +343,7 @@ KINDS: dict[str, dict[str, Any]] = {
     ),
 )
 def test_wrong_drafts_cost_little(num_requests: int, seconds: Callable[[int], float], kind: str) -> None:
-    without, _ = run(num_requests, None, seconds, **KINDS[kind])
-    with_drafts, _ = run(num_requests, NEVER, seconds, **KINDS[kind])
-    assert with_drafts <= (1.05 if num_requests == 1 else 1.02) * without
+    assert ratio(num_requests, NEVER, seconds, **KINDS[kind]) <= (1.05 if num_requests == 1 else 1.02)
 
 
 def test_drafts_that_help_few_hold_up_nobody_for_long() -> None:
@@ -350,9 +351,7 @@ def test_drafts_that_help_few_hold_up_nobody_for_long() -> None:
 
     The other requests take the same number of steps.
     """
-    without, _ = run(16, None, memory_bound)
-    with_drafts, _ = run(16, 0, memory_bound, is_unsure=True)
-    assert with_drafts <= 1.02 * without
+    assert run(16, 0, memory_bound, is_unsure=True)[0] <= 1.02 * run(16, None, memory_bound)[0]
 
 
 # Number of requests, index of the first right draft, and the largest ratio of the durations: plain, and other kinds.
@@ -375,9 +374,8 @@ GAINS = [
 def test_right_drafts_pay_where_rows_are_cheap(
     num_requests: int, right_from: int, most_plain: float, most: float, kind: str
 ) -> None:
-    without, _ = run(num_requests, None, memory_bound, **KINDS[kind])
-    with_drafts, _ = run(num_requests, right_from, memory_bound, **KINDS[kind])
-    assert with_drafts <= (most_plain if kind == "plain" else most) * without
+    found = ratio(num_requests, right_from, memory_bound, **KINDS[kind])
+    assert found <= (most_plain if kind == "plain" else most)
 
 
 def test_full_steps_have_no_drafts() -> None:
@@ -397,10 +395,7 @@ def test_full_steps_have_no_drafts() -> None:
 )
 def test_sizes_that_nothing_is_known_of_are_tried(num_requests: int, most: float, kind: str) -> None:
     """A single request runs first, and then many requests arrive."""
-    kinds = {**KINDS[kind], "is_alone_first": True}
-    without, _ = run(num_requests, None, memory_bound, **kinds)
-    with_drafts, _ = run(num_requests, 0, memory_bound, **kinds)
-    assert with_drafts <= most * without
+    assert ratio(num_requests, 0, memory_bound, is_alone_first=True, **KINDS[kind]) <= most
 
 
 def test_steps_are_planned_ahead_where_that_gives_more() -> None:

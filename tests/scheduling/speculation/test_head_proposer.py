@@ -28,8 +28,7 @@ def propose(proposer: HeadProposer, request: Request) -> list[int]:
 
 
 def test_lookups_come_first() -> None:
-    assert propose(*proposer_for(REPEATING)) == [4, 5, 6]
-    assert propose(*proposer_for(NEW)) == OF_HEAD
+    assert propose(*proposer_for(REPEATING)) == [4, 5, 6] and propose(*proposer_for(NEW)) == OF_HEAD
 
 
 def test_the_source_that_was_right_more_often_is_used() -> None:
@@ -88,8 +87,7 @@ def test_a_head_has_nothing_to_catch_up_with() -> None:
     assert costs.catching_up_seconds(request) == 0 and not costs.are_known
     for _ in range(2):
         costs.measured(1.0, Drafting({"a": [1]}, num_forwards=1, forward_seconds=0.01, seconds=0.01), ("a",))
-    assert costs.forward_seconds == pytest.approx(0.01)
-    assert costs.may_probe(request)
+    assert costs.forward_seconds == pytest.approx(0.01) and costs.may_probe(request)
     costs.measured(1.0, None, (), probe_seconds=1.0)
     assert not costs.may_probe(request)
 

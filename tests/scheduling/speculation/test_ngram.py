@@ -64,8 +64,7 @@ def test_tokens_of_one_bucket_are_told_apart(monkeypatch: pytest.MonkeyPatch) ->
     index = NgramIndex(2, 3, 1)
     tokens = [1, 2, 3, 4, 5, 6, 7, 1, 2]
     index.extend(tokens, len(tokens))
-    assert index.propose(tokens, 3) == [3, 4, 5]
-    assert index.propose([*tokens[:-1], 9], 3) == []
+    assert index.propose(tokens, 3) == [3, 4, 5] and index.propose([*tokens[:-1], 9], 3) == []
 
 
 class CountedTokens(list):

@@ -72,8 +72,7 @@ def test_each_server_is_asked_for_its_part(monkeypatch: pytest.MonkeyPatch, stre
         at_prefill = seen_by(prefill, monkeypatch)
         at_decode = seen_by(decode, monkeypatch, after=at_prefill)
         if stream:
-            options = {"include_usage": True}
-            chunks = list(complete(url, stream=True, stream_options=options))
+            chunks = list(complete(url, stream=True, stream_options={"include_usage": True}))
             text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
         else:
             text = complete(url).choices[0].text
@@ -168,16 +167,9 @@ def test_a_client_that_leaves_before_the_answer_begins_ends_both() -> None:
 
 def test_what_is_asked_of_the_prefill_server_can_be_met_with_one_token() -> None:
     body = {
-        "prompt": PROMPT,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "max_tokens": 20,
-        "max_completion_tokens": 30,
-        "min_tokens": 5,
-        "n": 3,
-        "best_of": 3,
-        "temperature": 0.5,
-    }
+        "prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 20,
+        "max_completion_tokens": 30, "min_tokens": 5, "n": 3, "best_of": 3, "temperature": 0.5,
+    }  # fmt: skip
     asked = {"prompt": PROMPT, "max_tokens": 1, "max_completion_tokens": 1, "temperature": 0.5}
     assert prefill_body(body) == asked | {"kv_transfer_params": {"do_remote_decode": True}}
     assert prefill_body({"prompt": PROMPT})["max_tokens"] == 1

@@ -188,11 +188,9 @@ def test_a_rate_needs_some_sentences(repository: Path, capsys: pytest.CaptureFix
         _write(page, BAD, GOOD, *[GOOD] * num_good, *[BAD] * num_bad)
         return prose.main(command)
 
-    assert status(0, 1) == 0
-    assert status(11, 1) == 0
+    assert status(0, 1) == 0 and status(11, 1) == 0
     assert status(12, 1) == 1  # 77 per 1,000
-    assert status(14, 1) == 0
-    assert status(0, 2) == 1
+    assert status(14, 1) == 0 and status(0, 2) == 1
     assert "free-relative: name the thing" in capsys.readouterr().err
     assert prose.main(["docs", "--max-per-1000", "70"]) == 1  # a rate of all sentences allows none
     assert prose.main(["docs", "--max-per-1000", "900"]) == 0

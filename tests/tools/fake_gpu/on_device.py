@@ -271,8 +271,7 @@ def tune(folder: str, setting: str, start: int) -> dict[str, Any]:
     GPU.counts(reset=True)
     engine = build_engine(args)
     core = engine.core
-    runner: Any = core.runner
-    kinds = [str(cut) for cut in runner._backend.cuts.values()]
+    kinds = [str(cut) for cut in core.runner._backend.cuts.values()]
     for i in range(2):
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         core.add_request(str(i), engine.preparer.prepare([1] * 30, params))

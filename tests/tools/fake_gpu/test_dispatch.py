@@ -20,21 +20,18 @@ def test_behind_another_step_nothing_is_copied(on_device: OnDevice, late: bool, 
     """A late device completes nothing until the host waits for it, in MLX's throttle."""
     counts = on_device("decode", ahead=True, behind=True, late=late, replay=replay)
     assert counts["forwards"].get("replayed", 0) >= (6 if replay else 0)
-    assert counts["pool_copies"] == 0
-    assert counts["peak_arrays"] < 1
+    assert counts["pool_copies"] == 0 and counts["peak_arrays"] < 1
     assert counts["commits_per_step"] >= 14
 
 
 def test_with_few_command_buffers_much_would_be_copied(on_device: OnDevice) -> None:
     """This shows that the test above and the check at the start can detect copies."""
     counts = on_device("decode", ahead=True, behind=True, late=True, max_ops=MAX_OPS_OF[8])
-    assert counts["commits_per_step"] < 10
-    assert counts["pool_copies"] > 0
+    assert counts["commits_per_step"] < 10 and counts["pool_copies"] > 0
 
 
 def test_after_the_end_few_command_buffers_do_no_harm(on_device: OnDevice) -> None:
-    counts = on_device("decode", ahead=True, late=True, max_ops=MAX_OPS_OF[8])
-    assert counts["pool_copies"] == 0
+    assert on_device("decode", ahead=True, late=True, max_ops=MAX_OPS_OF[8])["pool_copies"] == 0
 
 
 @pytest.mark.parametrize(
@@ -46,8 +43,7 @@ def test_where_states_are_carried_on_nothing_is_copied(
 ) -> None:
     counts = on_device("decode", ahead=True, behind=behind, late=late, replay=replay, hybrid=True)
     assert counts["forwards"].get("replayed", 0) >= (6 if replay else 0)
-    assert counts["pool_copies"] == 0
-    assert counts["commits_per_step"] >= 14
+    assert counts["pool_copies"] == 0 and counts["commits_per_step"] >= 14
     assert counts["peak_states"] < IN_FLIGHT_STATES - 1  # one was there before
 
 
@@ -57,8 +53,7 @@ def test_chunks_that_sample_nothing_are_written_in_place(on_device: OnDevice, be
     it.
     """
     counts = on_device("prefill", behind=behind)
-    assert counts["num_steps"] > 12
-    assert counts["pool_copies"] == 0
+    assert counts["num_steps"] > 12 and counts["pool_copies"] == 0
 
 
 @pytest.mark.parametrize("replay", [pytest.param(False, marks=pytest.mark.full), True], ids=["built", "replayed"])
@@ -86,8 +81,7 @@ def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int, rep
     """
     chosen = on_device("choose", max_ops=MAX_OPS_OF[num_buffers], replay=replay)
     assert chosen["replays"] == replay and chosen["num_traces"] == int(replay)
-    assert chosen["allow_queued_dispatch"] == (chosen["pool_copies"] == 0)
-    assert chosen["is_clean"]
+    assert chosen["allow_queued_dispatch"] == (chosen["pool_copies"] == 0) and chosen["is_clean"]
     if num_buffers in (8, 17):
         assert chosen["allow_queued_dispatch"] == (num_buffers == 17)
     if chosen["allow_queued_dispatch"]:
@@ -116,5 +110,4 @@ def test_estimates_of_kernels_are_not_too_high(on_device: OnDevice) -> None:
     """If an estimate is too high, a step has too few command buffers."""
     counted = on_device("count_kernels_of_architectures")
     assert len(counted) >= 8
-    few = {name: numbers for name, numbers in counted.items() if numbers[0] < 14 / 16 * numbers[1]}
-    assert not few
+    assert not {name: numbers for name, numbers in counted.items() if numbers[0] < 14 / 16 * numbers[1]}

@@ -58,7 +58,6 @@ class Demo:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.popen.stdout is not None
         for line in self.popen.stdout:
             self.text += line
 

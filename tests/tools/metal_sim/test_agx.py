@@ -67,9 +67,6 @@ def test_another_way_of_printing_is_an_error(old: str, new: str, message: str) -
         listing.read(PRINTED.replace(old, new))
 
 
-# --- fetching packages -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     """An empty cache directory on Linux, and programs that all succeed without a word."""
@@ -154,20 +151,14 @@ def test_other_machines_have_no_packages(fresh: pytest.MonkeyPatch, capsys: pyte
     assert "--write takes every variant" in capsys.readouterr().err
 
 
-# --- the compiler ----------------------------------------------------------------------------------------------------
-
-
 def variant_of(source: str, name: str) -> Variant:
     """A kernel body as a variant, launched with 256 threads."""
     recorder = Recorder()
     kernel = recorder(name=name, input_names=["x"], output_names=["y"], source=source)
     kernel(
-        inputs=[mx.zeros(1 << 16)],
-        grid=(256, 1, 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[(256,)],
+        inputs=[mx.zeros(1 << 16)], grid=(256, 1, 1), threadgroup=(256, 1, 1), output_shapes=[(256,)],
         output_dtypes=[mx.float32],
-    )
+    )  # fmt: skip
     (variant,) = recorder.variants.values()
     return variant
 
@@ -207,8 +198,7 @@ def rows(found: Packages) -> dict[str, Row]:
     """Kernels with predictable figures, and MLX's kernels, by name."""
     bodies = {"few": accumulators(40), "many": accumulators(160), "refused": "y[0] = precise::acosh(x[0]);"}
     jobs = [*(job_of(variant_of(body, name)) for name, body in bodies.items()), *jobs_for([])]
-    made = measure.measure(jobs)
-    return {row.label if row.kernel == "MLX" else row.kernel: row for row in made}
+    return {row.label if row.kernel == "MLX" else row.kernel: row for row in measure.measure(jobs)}
 
 
 def test_what_does_not_fit_into_registers_spills(rows: dict[str, Row]) -> None:

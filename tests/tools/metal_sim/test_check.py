@@ -70,23 +70,13 @@ REFUSED = [
     ("", "out[0] = float4(1, 2, 3).x;", "too few or too many"),
 ]
 QUICK = (
-    "f",
-    "address space",
-    "recursion",
-    "double",
-    "new",
-    "vector",
-    "bfloat",
-    "uninitialized",
-    "undefined_name",
-    "8x8",
-)
+    "f", "address space", "recursion", "double", "new", "vector", "bfloat", "uninitialized", "undefined_name", "8x8",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("header, source, message", sweep(REFUSED, lambda header, source, message: message in QUICK))
 def test_refused(header, source, message):
-    text = refused(source, {"inp": X}, header=header, match=message)
-    assert "kernel:" in text
+    assert "kernel:" in refused(source, {"inp": X}, header=header, match=message)
 
 
 def test_small_inputs_are_checked_as_large_ones_and_the_reverse():

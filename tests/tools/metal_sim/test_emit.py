@@ -70,8 +70,7 @@ def test_every_layer_of_every_architecture_has_variants_or_a_reason(emitted) -> 
     _, recorder, emitted_layers = emitted
     needed_by = {model for variant in recorder.variants.values() for model in variant.needed_by}
     refused = {model for models, _, _ in recorder.refused for model in models}
-    with_layers = {model for model, layers in emitted_layers.items() if layers}
-    assert needed_by | refused == with_layers
+    assert needed_by | refused == {model for model, layers in emitted_layers.items() if layers}
     for layer in {layer for layers in emitted_layers.values() for layer in layers if isinstance(layer, Attention)}:
         why = [text for _, text, _ in recorder.refused if text.startswith(f"{layer} ")]
         assert not why or len(why) >= len(DTYPES), f"{layer} is refused in some dtypes only"

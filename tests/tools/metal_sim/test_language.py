@@ -55,8 +55,7 @@ def test_float_to_half_and_back_is_numpys_for_every_half():
 
 
 def test_bfloat_rounds_to_nearest_even():
-    rng = np.random.default_rng(1)
-    bits = rng.integers(0, 1 << 32, 4096, dtype=np.uint32)
+    bits = np.random.default_rng(1).integers(0, 1 << 32, 4096, dtype=np.uint32)
     bits[:64] = (bits[:64] & 0xFFFF0000) | 0x8000  # ties
     x = bits.view(np.float32)
     x = np.where(np.isnan(x), np.float32(1), x)
@@ -177,13 +176,9 @@ def test_atomics():
     atomic_fetch_max_explicit(&out[1], thread_position_in_grid.x, memory_order_relaxed);
     """
     out = run(
-        source,
-        outputs={"out": ((2,), mx.uint32)},
-        grid=(300, 1, 1),
-        threadgroup=(64, 1, 1),
-        atomic_outputs=True,
+        source, outputs={"out": ((2,), mx.uint32)}, grid=(300, 1, 1), threadgroup=(64, 1, 1), atomic_outputs=True,
         init_value=0,
-    )
+    )  # fmt: skip
     np.testing.assert_array_equal(out, [300, 299])
 
 

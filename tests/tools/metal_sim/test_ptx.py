@@ -137,12 +137,9 @@ def test_ids_of_threads_are_metals():
     """
     kernel = AsCudaUnchecked(name="kernel", input_names=["unused"], output_names=["out"], source=source)
     (out,) = kernel(
-        inputs=[mx.zeros(8)],
-        output_shapes=[(7, 5, 70)],
-        output_dtypes=[mx.int32],
-        grid=(70, 5, 7),
+        inputs=[mx.zeros(8)], output_shapes=[(7, 5, 70)], output_dtypes=[mx.int32], grid=(70, 5, 7),
         threadgroup=(16, 2, 3),
-    )
+    )  # fmt: skip
     assert np.array(out).all()
 
 

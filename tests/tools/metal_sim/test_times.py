@@ -33,8 +33,7 @@ def test_each_resource_of_a_launch() -> None:
     assert found["issue"] == pytest.approx(
         16000 / (4e9 * (1 / 1.60 + 1 / 1.02) / 2)
     )  # two groups on each core, both resident
-    assert found["cache"] == pytest.approx(10e-9)
-    assert found["core"] == pytest.approx(10e-9)
+    assert found["cache"] == pytest.approx(10e-9) and found["core"] == pytest.approx(10e-9)
     assert found["latency"] == pytest.approx(3 * 400e-9 + 1e-6)
     assert seconds(launch, CHIP) == max(found.values()) and limit([launch], CHIP) == "issue"
     # With registers for one group, a core runs its two groups sequentially.

@@ -13,8 +13,7 @@ def test_the_longest_prefix_is_found_and_the_replica_that_had_it_last():
     tree = PrefixTree(3, 100)
     tree.insert(chain(1, 2, 3), 0)
     tree.insert(chain(1, 2, 4), 2)
-    assert tree.match(chain(1, 2, 3, 9)) == (3, 0)
-    assert tree.match(chain(1, 2, 9)) == (2, 2)
+    assert tree.match(chain(1, 2, 3, 9)) == (3, 0) and tree.match(chain(1, 2, 9)) == (2, 2)
     assert tree.match(chain(9)) == (0, None)
     tree.insert(chain(1, 2), 0)
     assert tree.match(chain(1, 2, 9)) == (2, 0)
@@ -26,8 +25,7 @@ def test_what_was_not_used_for_longest_is_forgotten_ends_before_beginnings():
     tree.insert(chain(1, 3), 0)
     tree.insert(chain(5, 6), 0)
     assert tree.match(chain(1, 2)) == (1, 0)  # the end of the chain was evicted first
-    assert tree.match(chain(1, 3)) == (2, 0)
-    assert tree.match(chain(5, 6)) == (2, 0)
+    assert tree.match(chain(1, 3)) == (2, 0) and tree.match(chain(5, 6)) == (2, 0)
 
 
 PROMPTS = st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=6), st.integers(0, 2)), max_size=30)

@@ -2,11 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tools.simulate.test_prefix_tree import chain
 from tools.simulate.routing import POLICIES, Ask, RouterConfig, is_overloaded, make_policy, spills
-
-
-def chain(*tokens: int) -> tuple[bytes, ...]:
-    return tuple(bytes(tokens[: length + 1]) for length in range(len(tokens)))
 
 
 def policy(name, num_replicas=4, num_cached=lambda replica, hashes: 0, **limits):
@@ -88,10 +85,8 @@ def test_a_replica_spills_that_is_above_the_mean_by_both_measures():
     config = RouterConfig(balance_abs=10, balance_rel=1.5, balance_capped=False)
     two = range(2)
     assert spills(1, two, [0, 21], config)  # the mean is 10.5
-    assert not spills(1, two, [0, 20], config)
-    assert not spills(0, two, [0, 21], config)
-    assert not spills(1, two, [100, 122], config)
-    assert not spills(1, two, [11, 33], config)
+    assert not spills(1, two, [0, 20], config) and not spills(0, two, [0, 21], config)
+    assert not spills(1, two, [100, 122], config) and not spills(1, two, [11, 33], config)
     assert spills(1, two, [11, 34], config)
     assert spills(1, two, [0, 21, 99], config)  # the third replica is not healthy
     # A limit below the default's cap holds.

@@ -14,16 +14,13 @@ class Clock:
 
 
 def make(**config):
-    values = {"bandwidth": 100.0, "block_bytes": 10, "latency": 0.5}
-    return SharedStore(StoreConfig(**(values | config)))
+    return SharedStore(StoreConfig(**({"bandwidth": 100.0, "block_bytes": 10, "latency": 0.5} | config)))
 
 
 def test_a_block_is_there_when_it_has_been_carried_in():
     store = make()
-    assert store.write(HASHES[:2], 0.0) == pytest.approx(0.2)
-    assert store.read(HASHES, 0.55)[0] == 0
-    assert store.read(HASHES, 0.65)[0] == 1
-    assert store.read(HASHES, 0.75)[0] == 2
+    assert store.write(HASHES[:2], 0.0) == pytest.approx(0.2) and store.read(HASHES, 0.55)[0] == 0
+    assert store.read(HASHES, 0.65)[0] == 1 and store.read(HASHES, 0.75)[0] == 2
 
 
 def test_reads_wait_for_each_other_and_blocks_are_written_once():

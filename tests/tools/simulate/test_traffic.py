@@ -39,8 +39,7 @@ def test_a_prompt_begins_with_its_history_and_chats_share_their_system_prompt_on
     same = [chat for chat in chats if chat.system == 0][:2]
     prompts = [chat.prompt([], 0) for chat in same]
     shared = same[0].num_system_tokens
-    assert prompts[0][:shared] == prompts[1][:shared]
-    assert prompts[0][shared] != prompts[1][shared]
+    assert prompts[0][:shared] == prompts[1][:shared] and prompts[0][shared] != prompts[1][shared]
     later = next(chat for chat in chats if len(chat.turns) > 1)
     history = [*later.prompt([], 0), 7, 7]
     prompt = later.prompt(history, 1)
