@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -167,7 +166,7 @@ def _larger_scale_in_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PortableStep, "attend", attend_wrongly)
 
 
-def _own_rows_in_float(monkeypatch: pytest.MonkeyPatch, *, of_decodes: bool) -> None:
+def _own_rows_in_float(monkeypatch: pytest.MonkeyPatch, *, of_decodes: bool = False) -> None:
     """A step reads its own rows unquantized: always, or only if all its requests decode."""
     write, own = QuantizedKVState.write, "own rows"
 
@@ -189,12 +188,16 @@ def _own_rows_in_float(monkeypatch: pytest.MonkeyPatch, *, of_decodes: bool) -> 
 
 
 # Mistakes, each with a pattern of the refusal's message.
+def _own_rows_of_decodes_in_float(monkeypatch: pytest.MonkeyPatch) -> None:
+    _own_rows_in_float(monkeypatch, of_decodes=True)
+
+
 FORWARDS = {
     _later_positions_off_by_one: "logits through the paged cache are off",
     _larger_scale_in_calls: "logits through the paged cache are off",
     _larger_scale_in_the_backend: "its attention over keys and values in int",
-    partial(_own_rows_in_float, of_decodes=False): "its attention (over keys|reads a step's own keys)",
-    partial(_own_rows_in_float, of_decodes=True): "its attention (over keys|reads a step's own keys)",
+    _own_rows_in_float: "its attention (over keys|reads a step's own keys)",
+    _own_rows_of_decodes_in_float: "its attention (over keys|reads a step's own keys)",
 }
 
 
