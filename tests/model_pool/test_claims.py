@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.runner import step_memory
 from metal_engine.settings.args import EngineArgs
 from tests.support import checkpoint_files
+from tests.support.memory import settled_memory
 from tests.support.serving import DEADLINE
 from tools.fixtures.fake_engine import in_thread
 
@@ -53,9 +53,7 @@ def test_missing_bytes_include_the_cache(tmp_path: Path, size: dict[str, Any]) -
     weight_bytes = facts[0].weight_bytes
     for memory_bytes in (weight_bytes // 2, weight_bytes + 100 * BLOCK_BYTES):
         registry = ModelRegistry(memory_bytes)
-        gc.collect()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
+        before = settled_memory()
         with pytest.raises(ModelTooLargeError) as refused:
             asyncio.run(registry.load(registry.add("a", source_of(args))))
         assert mx.get_peak_memory() <= before + SMALL
@@ -93,13 +91,12 @@ def test_memory_is_claimed_before_it_is_taken(
     look_after(loader, "load")
     look_after(step_memory, "measure_step_bytes")
     for _ in range(2):
-        gc.collect()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
+        before = settled_memory()
         asyncio.run(registry.load(entry))
         asyncio.run(registry.unload(entry))
     assert [name for name, *_ in seen] == ["load", "measure_step_bytes"] * 2
+    # The peaks of two equal steps differ by a few arrays, if one of them frees arrays earlier.
     for name, held, claimed in seen:
-        assert 0 < held <= 1.01 * claimed + SMALL, (name, held, claimed)
+        assert 0 < held <= 1.1 * claimed + SMALL, (name, held, claimed)
     assert seen[0][2] <= 2 * entry.known_bytes, "the first claim is at most twice the total"
     assert registry.shutdown(DEADLINE)
