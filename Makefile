@@ -16,10 +16,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 BIN := .venv/bin
 # Says how far it is on a terminal, and nothing elsewhere.
 INSTALL := $(BIN)/python tools/install.py $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
-# Parallel test processes: one more than cores, because some tests wait, and at most four.
-WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
-# All tests of a file run in the same process.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Test processes side by side, at most four; a file's tests stay together.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Where it is set, each of the hundreds of processes that tests start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
