@@ -172,7 +172,7 @@ def _contents(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _is_library(path: Path, status: os.stat_result) -> bool:
-    """Return True if a path has the form of a library that MLX compiles, e.g. ``/tmp/mlx/0.30.1/cpu/libkernel.so``."""
+    """Return True if a path has the form of a library that MLX compiles, e.g. ``.../mlx/0.30.1/cpu/libkernel.so``."""
     if len(path.parts) < 5 or path.parts[-4] != "mlx" or not _LIBRARY.fullmatch(path.name):
         return False
     return _is_of_mlx(Path(*path.parts[-3:]), status)

@@ -205,7 +205,7 @@ def _start_rank(rank: int, parameters: str, local: LocalRanks) -> None:
 
 
 def end_with(life_line: int) -> None:
-    """Arrange that this process ends soon after rank 0 has ended, even while its other threads are blocked.
+    """Start a thread that ends this process soon after rank 0 has ended, even while other threads are blocked.
 
     Returns at once. For ranks that rank 0 has started.
 

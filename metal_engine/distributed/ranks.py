@@ -98,7 +98,7 @@ class Ranks(ABC):
     def run_as_follower(self, runner: ModelRunner) -> None:
         """Run rank 0's steps until rank 0 ends, then raise SystemExit. Return at once on rank 0.
 
-        The exit status is 0 if rank 0 has ended the ranks. It is 1 if a rank was lost, which is logged.
+        The exit status is 0 if rank 0 has ended the ranks, and 1 if a rank was lost. The log then names the lost rank.
         """
 
     @abstractmethod

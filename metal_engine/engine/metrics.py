@@ -168,7 +168,7 @@ class EngineMetrics:
             is_ahead: True if the step was planned before the previous step ended.
         """
         self.num_steps["ahead" if is_ahead else "after"] += 1
-        num_rows = plan.num_scheduled_tokens  # by request, with drafts, which are subtracted below
+        num_rows = plan.num_scheduled_tokens  # includes draft tokens, which are subtracted below
         self.step_tokens.add(sum(num_rows.values()))
         if drafts := plan.scheduled_spec_decode_tokens:
             num_rows = {r: n - len(drafts.get(r, ())) for r, n in num_rows.items()}

@@ -109,7 +109,7 @@ class ModelEntry:
         load: queued or running load; None if there is none.
         loaded_by: load that loaded the model.
         closed_for: load that needs this model's memory. If this load is cancelled before the model is unloaded, the
-            model stays loaded. None if the model is not closing, or if it is closing for another reason than a load.
+            model stays loaded. None if no load is the reason for closing the model.
         known_bytes: memory that the model claimed last, in bytes; 0 before its first claim.
         failed: last failed load, which blocks retries for a while.
         is_closing: True if the model is to be unloaded. New requests wait until it is loaded again.

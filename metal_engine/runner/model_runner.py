@@ -244,7 +244,7 @@ class ModelRunner:
 
         Returns:
             First, the logits of the rows ``logits_indices``, [R + T, vocab_size], with the hidden states if a drafter
-            needs them. Second, the outcome of replay. It is None if some rows do not sample, or if replay is off.
+            needs them. Second, the outcome of replay; None if some rows do not sample, or if replay is off.
         """
         input_ids, adapters = self._input_ids(batch), self._adapter_rows(batch)
 

@@ -146,7 +146,7 @@ def _mass_limit(below: mx.array, limit: mx.array, top_p: np.ndarray, _top_k: np.
 def _mass_limit_of_few(below: mx.array, limit: mx.array, top_p: np.ndarray, top_k: np.ndarray) -> mx.array:
     """Compute :func:`_mass_limit` for rows in which ``limit`` leaves at most ``top_k`` [R] tokens.
 
-    It may leave more tokens if they are as likely as token number ``top_k``.
+    If several tokens are as likely as token number ``top_k``, ``limit`` may leave more than ``top_k`` tokens.
     """
     nearest = _smallest(below, int(top_k.max()))
     last = mx.exp(-limit)

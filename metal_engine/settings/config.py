@@ -238,7 +238,7 @@ class SchedulerConfig:
 
     @property
     def max_sample_rows(self) -> int:
-        """Maximum number of rows of a step that sample. A request has one such row, and one more for each draft."""
+        """Maximum number of rows of a step that sample. A request has a row for its next token and for each draft."""
         if self.speculative is None:
             return self.max_num_seqs
         num_rows = self.max_num_seqs * (1 + self.speculative.num_speculative_tokens)

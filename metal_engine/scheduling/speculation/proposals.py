@@ -243,7 +243,7 @@ class Proposals:
             self._noted[request.request_id] = request.num_tokens, drafts[0]
 
     def record_untried_drafts(self, others: list[Request]) -> None:
-        """Call :meth:`record_untried` for up to ``_MAX_NOTED`` requests. The next call goes on after them."""
+        """Call :meth:`record_untried` for up to ``_MAX_NOTED`` requests. The next call begins after these requests."""
         for i in range(min(_MAX_NOTED, len(others))):
             request = others[(self._rotation + i) % len(others)]
             self.record_untried(request, self._drafts(request, 1))

@@ -15,7 +15,7 @@ from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.step_times import StepTimes
-from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from metal_engine.settings.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from tests.scheduling.speculation.test_draft_lengths import KINDS, memory_bound, run
 from tests.scheduling.speculation.test_speculation import RightDrafts, kinds_of, make_harness
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
@@ -165,8 +165,8 @@ class Measured(StepTimes):
         return [1.0] * (most + 1)
 
 
-def test_chunks_of_a_prompt_are_planned_ahead() -> None:
-    """The step in flight is measured. Steps planned meanwhile are not measured, and do not wait for the draft model."""
+def async_harness() -> tuple[SchedulerHarness, SpeculativeConfig]:
+    """Return a scheduler that plans ahead for a draft model, and its speculative configuration."""
     speculative = draft_model_config(2)
     limits = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 100}
     harness = SchedulerHarness(
@@ -176,6 +176,12 @@ def test_chunks_of_a_prompt_are_planned_ahead() -> None:
         drafts=2,
         has_draft_model=True,
     )
+    return harness, speculative
+
+
+def test_chunks_of_a_prompt_are_planned_ahead() -> None:
+    """The step in flight is measured. Steps planned meanwhile are not measured, and do not wait for the draft model."""
+    harness, speculative = async_harness()
     scheduler, times = harness.scheduler, Measured()
     speculate(scheduler, make_proposer(speculative), times, FreeDrafts(), async_planning=KnownAheadTimes(0.9))
     harness.submit("a", make_prompt(0, 4), 40, needs_token_on_host=True)
@@ -202,15 +208,7 @@ def test_chunks_of_a_prompt_are_planned_ahead() -> None:
 
 def test_a_request_that_ends_before_its_probe_is_released() -> None:
     """The request holds its images and its adapter's slot, even if no step follows."""
-    speculative = draft_model_config(2)
-    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 100}
-    harness = SchedulerHarness(
-        SchedulerConfig(**limits, speculative=speculative, async_scheduling=True),
-        CacheConfig(block_size=4, num_blocks=60, enable_prefix_caching=False),
-        depth=2,
-        drafts=2,
-        has_draft_model=True,
-    )
+    harness, speculative = async_harness()
     ahead = KnownAheadTimes(1e-6)
     speculate(harness.scheduler, make_proposer(speculative), costs=FreeDrafts(), async_planning=ahead)
     speculation = harness.scheduler.speculation
