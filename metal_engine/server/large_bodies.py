@@ -52,8 +52,8 @@ def in_turn(num_bytes: int, call: Callable[..., T], *args: Any) -> T:
     """Return ``call(*args)``, a call into C that processes ``num_bytes`` bytes and holds the GIL all the time.
 
     Calls that process at least ``_LONG_BYTES`` run one at a time. Each call is followed by a pause of the same
-    length, at most ``_PAUSE_SECONDS``. The event loop requests the GIL again after each write to a socket.
-    Without the pauses, a step of 16 streams would wait for 16 calls of up to 0.15 s.
+    length, at most ``_PAUSE_SECONDS``. Without the pauses, a step of 16 streams would wait for 16 calls of up to
+    0.15 s, because the event loop requests the GIL again after each write to a socket.
     """
     if num_bytes < _LONG_BYTES:
         return call(*args)

@@ -44,8 +44,8 @@ def listen(args: ServerArgs) -> Iterator[Listener]:
     Yields the bound socket. At the end of the context, the socket is closed, and the file of a Unix socket is removed.
 
     Raises:
-        ConfigError: the address is in use, forbidden or invalid, the certificate cannot be used, or the process may
-            open too few files. The message names the flag.
+        ConfigError: the address is in use, forbidden or invalid, the certificate cannot be used, or the limit of open
+            files is too low. The message names the flag.
     """
     limits, tls = connection_limits(args), tls_options(args)
     scheme = "http" if args.ssl_certfile is None else "https"
@@ -106,7 +106,7 @@ def _bind_tcp(host: str, port: int, scheme: str) -> tuple[socket.socket, str]:
 
 
 def _is_listening(family: int, address: Any) -> bool:
-    """Return True if a program listens on a port of this machine.
+    """Return True if a program listens on the port of ``address``, an address of this machine.
 
     On macOS, SO_REUSEADDR allows two programs to listen on a port if one of them listens on all addresses.
     """

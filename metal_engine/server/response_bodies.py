@@ -65,7 +65,7 @@ class CompletionChoice(BaseModel):
 
 
 class KVTransferHandover(BaseModel):
-    """``kv_transfer_params`` of a response: the value for the request to the engine that continues with the prompt."""
+    """``kv_transfer_params`` of a response. The client copies it into its request to the engine that continues."""
 
     do_remote_prefill: Literal[True] = True
 

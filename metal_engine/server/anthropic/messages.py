@@ -20,7 +20,7 @@ Event = dict[str, Any]
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments to the object that Anthropic's API has as ``input``.
+    """Parse the JSON arguments of a call to an object, the ``input`` of a ``tool_use`` block.
 
     Incomplete JSON is parsed as far as possible, as the official client does in a stream. Text that is not a JSON
     object becomes an empty object.
@@ -97,7 +97,7 @@ class MessagesEndpoint(BaseChatEndpoint):
 
 
 def _block(delta: AnswerDelta) -> dict[str, Any]:
-    """Return the empty content block for the event that begins the block of ``delta``."""
+    """Return an empty content block of the kind that ``delta`` needs. The event ``content_block_start`` contains it."""
     if isinstance(delta, CallStart):
         return {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
     if isinstance(delta, TextDelta) and delta.kind == "content":

@@ -53,7 +53,7 @@ class OutputConfig(RequestModel):
 class CountTokensBody(RequestModel):
     """Body of ``POST /v1/messages/count_tokens``: the fields of a message request that affect its prompt.
 
-    ``output_format`` is the older form of the format in ``output_config``. ``context_management`` has no effect: no
+    ``output_format`` is the older name of ``output_config.format``. ``context_management`` has no effect: no
     part of the conversation is removed.
     """
 

@@ -46,7 +46,7 @@ def _tokens(served: ServedModel, body: protocol.CountTokensBody) -> tuple[list[i
     The token ids have a placeholder in place of each image.
 
     Raises:
-        APIError: status 400, for a request that cannot be a prompt.
+        APIError: status 400, for a request that cannot be converted to a prompt.
     """
     chat = protocol.to_chat(body)
     served.parameters.check(chat)

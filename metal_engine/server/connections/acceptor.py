@@ -28,8 +28,8 @@ _TLS_SHUTDOWN_SECONDS = 5.0
 class Acceptor:
     """Accepts connections from a listening socket. Implements the part of :class:`asyncio.Server` that uvicorn uses.
 
-    The servers of asyncio and uvloop limit neither handshakes nor connections, and uvloop's server ends when
-    descriptors run out.
+    The servers of asyncio and uvloop limit neither handshakes nor connections. uvloop's server ends when the process
+    has no free file descriptor.
 
     Args:
         listening: bound socket. :meth:`close` closes it.

@@ -46,8 +46,8 @@ def connection_limits(args: ServerArgs) -> ConnectionLimits:
     """Return the limits from ``args``. Increases the process's limit of open files if necessary.
 
     Raises:
-        ConfigError: the process may not open enough files for ``max-connections``. If that setting is 0, for 16
-            connections.
+        ConfigError: the limit of open files is too low for ``max-connections``, or for 16 connections if that setting
+            is 0.
     """
     beside = RESERVED_DESCRIPTORS + ConnectionLimits.num_spare
     wanted = args.max_connections or DEFAULT_MAX_CONNECTIONS

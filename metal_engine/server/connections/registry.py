@@ -58,8 +58,11 @@ class Connections:
     def add(self, connection: Closable) -> bool:
         """Add a new connection. If all places are taken, evict the connection that has waited longest.
 
-        If no connection waits, the new connection gets a spare place, and ``is_spare`` becomes True. Returns False if
-        the connection was not added, because all places are in use. The caller must then try again later.
+        If no connection waits, the new connection gets a spare place, and ``is_spare`` becomes True. If all spare
+        places are taken, too, the spare connection that has waited longest is evicted.
+
+        Returns False, without adding the connection, if no place is free and no connection has waited for
+        ``_GRACE_SECONDS``. The caller must then try again later.
         """
         if len(self._open) - self._num_spare >= self._limits.max_connections:
             connection.is_spare = not self._waiting

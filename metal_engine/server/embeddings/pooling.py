@@ -148,8 +148,8 @@ async def pool(pooling: PoolingRequest, task: PoolingTask, num_prompts: int) -> 
         num_prompts: number of prompts that ``task.tokenize`` will return.
 
     Raises:
-        APIError: the prompts cannot be served: 4xx with the field at fault, 500 or 503 if the engine fails or too many
-            requests wait, or 504 if they take too long.
+        APIError: status 4xx, naming the field at fault, if the prompts cannot be served; 500 if the engine fails; 503
+            if the engine has stopped or too many requests wait; 504 if the prompts take too long.
         EngineDeadError: the engine has stopped.
     """
     served = pooling.served

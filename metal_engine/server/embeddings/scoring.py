@@ -55,8 +55,8 @@ async def score(pooling: PoolingRequest, pairs: Pairs, id_prefix: str) -> Scores
         id_prefix: prefix of the response's id.
 
     Raises:
-        APIError: status 400 if the model is neither a reranker nor an embedding model; 500 if a score is NaN or
-            infinity. Otherwise, as :func:`pool`.
+        APIError: status 400 if the model is neither a reranker nor an embedding model, if the pairs are too many or too
+            long, or if the instruction is not allowed; 500 if a score is NaN or infinity. Also as :func:`pool`.
         EngineDeadError: the engine has stopped.
     """
     served = pooling.served
@@ -109,7 +109,7 @@ def _reranker_prompts(
     """Return the token ids of a prompt for each pair, in the model card's format.
 
     Truncation removes the end of the document. Raises APIError, a 400, if ``truncate_prompt_tokens`` leaves no room for
-    a document.
+    a document, or exceeds the context length. Raises ValueError for a text that cannot be tokenized.
     """
     prefix = tokenizer.encode(reranker.prefix, add_special_tokens=False)
     suffix = tokenizer.encode(reranker.suffix, add_special_tokens=False)

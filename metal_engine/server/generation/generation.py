@@ -89,8 +89,8 @@ class Choice:
     def parse(self, text: str, token_ends: list[int]) -> list[AnswerDelta]:
         """Parse the next piece of text. Return the resulting deltas; an empty list if there is no reader.
 
-        Pass the output to :meth:`add` first: the parser completes its deltas at the end only if it gets the finish
-        reason.
+        Call :meth:`add` with the same output first. It sets :attr:`finish_reason`, which tells the parser that the text
+        is complete.
 
         Args:
             token_ends: end of each token's text in characters, as in :attr:`RequestOutput.token_ends`.

@@ -128,8 +128,8 @@ class ModelProvider(ABC):
         If the name is a LoRA adapter's, return its model with the adapter.
 
         Raises:
-            APIError: status 404 if no model has that name. 503 if too many requests wait for the load, or it is
-                cancelled. 504 if it takes too long. 400 if the model is too large, and 500 for any other failed load.
+            APIError: status 404 if no model has that name; 503 if too many requests wait for the load, or the load is
+                cancelled; 504 if the load takes too long; 400 if the model is too large; 500 for any other failed load.
         """
 
     @contextmanager
@@ -152,7 +152,7 @@ class ModelProvider(ABC):
     def release_memory(self, idle_seconds: float) -> None:
         """Free memory of idle models, because the machine lacks memory.
 
-        The only model of a server frees its KV cache. Several models are unloaded.
+        The only model of a server frees its KV cache. If the server has several models, the idle models are unloaded.
 
         Args:
             idle_seconds: minimum time since the last request of a model in seconds.
@@ -281,7 +281,7 @@ class MultiModel(ModelProvider):
         return self._of(entry, loaded)
 
     async def load(self, entry: ModelEntry) -> None:
-        """Load a model without using it, within the limits on waiting requests and time. Raises as :meth:`use`."""
+        """Load a model without using it. The limits on waiting requests and on time apply. Raises as :meth:`use`."""
         self.is_ready(entry.name)
         async with self._in_time(entry, "loaded"):
             await self.registry.load(entry)

@@ -32,7 +32,7 @@ _Names = tuple[str, ...]
 
 
 def check_schema(structured: StructuredOutputsParams) -> None:
-    """Raise ParameterError, with the place, if a keyword of the JSON schema has a value of the wrong type."""
+    """Raise ParameterError, naming the keyword, if a keyword of the JSON schema has a value of the wrong type."""
     fault = schema_fault(_schema_of(structured))
     if fault is not None:
         raise ParameterError(_place((fault.place,) if fault.place else ()), fault.problem)
@@ -122,7 +122,7 @@ def _faulty_part(
 
 
 def _moved(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a part of a schema, with references into the copy of the whole schema at ``_ROOT``."""
+    """Return a copy of a part of a schema with references into ``_ROOT``: ``#/$defs/a`` -> ``#/$defs/0/$defs/a``."""
     copy: dict[str, Any] = moved(part, lambda reference: _ROOT + reference[1:])
     return copy
 

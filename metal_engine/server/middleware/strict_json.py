@@ -1,4 +1,4 @@
-"""Reads JSON bodies. Rejects values that Python's parser accepts wrongly, and parses large bodies in a thread."""
+"""Reads JSON bodies. Rejects invalid JSON that Python's parser accepts, such as NaN. Parses large bodies in a thread."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _typed(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Return the scope with the content type of JSON, if the request is for Ollama's API and has no ``Origin`` header.
 
     Ollama requires no content type: LiteLLM sends no content type, and ``curl -d`` sends the type of a form. Requests
-    with an ``Origin`` header are not changed, because a browser can send a form across origins, with this header.
+    with an ``Origin`` header are not changed, because browsers add this header to a form for another origin.
     """
     if not scope["path"].startswith("/api/") or any(name == b"origin" for name, _ in scope["headers"]):
         return scope
@@ -99,7 +99,7 @@ class _StrictRequest(Request):
 
 
 class StrictJSONRoute(APIRoute):
-    """Route that reads its body with :func:`loads`, and is cancelled if the client disconnects before the response."""
+    """Route that reads its body with :func:`loads`, and cancels the endpoint's work if the client disconnects."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()

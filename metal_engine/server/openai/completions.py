@@ -44,9 +44,9 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
             raise invalid_prompt(error, "prompt") from error
 
     def _infilling(self, body: CompletionBody, prompts: list[str | list[int]], tokenizer: Tokenizer) -> list[list[int]]:
-        """Return the token ids of prompts that ask for the text between each prompt and the suffix.
+        """Return the token ids of infilling prompts. Each asks for the text between one of ``prompts`` and the suffix.
 
-        Stores the slice of each prompt within its token ids, and the tokens that end the output.
+        Stores, for each result, the slice with the tokens of the client's prompt. Stores the tokens that end an output.
 
         Raises:
             APIError: status 400. The model has no tokens for infilling, the request also truncates its prompts, or the

@@ -43,7 +43,7 @@ class TextOptions(RequestModel):
 
 
 class ResponseReasoning(ReasoningBody):
-    """Settings of the reasoning. There are no summaries."""
+    """Settings of the reasoning. ``summary`` has no effect: responses contain no summaries."""
 
     mode: Literal["standard"] | None = None
     summary: str | None = None

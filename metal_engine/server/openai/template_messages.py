@@ -36,7 +36,8 @@ def template_messages(
         instructions: additional text for the system message; None for no text.
         tokenizer: tokenizer with the chat template. If the template does not support tool calls, calls and their
             results become text.
-        parser: parser of the model's own format of calls, in which calls are then written. None if it is unknown.
+        parser: parser of the model's own call format. Calls that become text are written in this format. None if the
+            format is unknown: calls are then written as ``JSON_CALLS``.
 
     Raises:
         APIError: status 400, for missing or unsupported content, for arguments of calls that are too complex, or for a
@@ -70,7 +71,8 @@ def template_kwargs(body: ChatCompletionBody, options: ReasoningOptions, tokeniz
     """Return the variables of the chat template.
 
     These are the client's ``chat_template_kwargs``, the reasoning effort, and the switches that turn reasoning on or
-    off. The last two are set only if the template uses them, and never override the client's variables.
+    off. The last two are set only if the template uses them, and never override the client's variables. If the effort
+    is set to another value than ``none``, the switches are left out.
 
     Raises:
         APIError: status 400, for a reserved name in ``chat_template_kwargs``.

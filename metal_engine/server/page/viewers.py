@@ -191,8 +191,8 @@ class ViewerRegistry:
         """Return the viewers of a model. Without a name, the first loaded model is used.
 
         Raises:
-            APIError: status 404 for an unknown model. Status 503 for a model that is not loaded, because viewing does
-                not load it, and if the server is about to end.
+            APIError: status 404 for an unknown model; 503 if the model is not loaded, because viewing does not load it;
+                503 if the server is about to end.
         """
         loaded = self._models.loaded
         served = self._models.find_loaded(model) if model is not None else loaded[0] if loaded else None
@@ -205,7 +205,7 @@ class ViewerRegistry:
         return self._viewers[served.engine]
 
     def close(self) -> None:
-        """End all streams. Streams of models without viewers so far are rejected from now on."""
+        """End all streams. From now on, :meth:`of` raises for a model that has had no viewers."""
         self._is_closed = True
         for viewers in self._viewers.values():
             viewers.close()

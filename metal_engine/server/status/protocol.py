@@ -59,7 +59,8 @@ class Health(BaseModel):
       for clients on other machines and clients of a Unix socket.
     - ``kv_cache_dtype``: type in which K and V are stored, such as ``bfloat16`` or ``int8``.
     - ``attention``: backend that computes attention, and the layers for which MLX's operations are used instead.
-    - ``requests``: ``packed``, or that the requests of a step run one after another, with the reason.
+    - ``requests``: ``packed`` if the requests of a step run together. Otherwise, a text that they run one after
+      another, with the reason.
     - ``dispatch``: with ``--async-scheduling``, a description of the time at which steps are dispatched.
     - ``command_buffers``: limits of Metal's command buffers. Absent if they are MLX's own, or without Metal.
     - ``replay``: ``on`` if decode-only steps are replayed, otherwise ``off``, with the reason if replay is impossible.
