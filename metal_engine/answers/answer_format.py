@@ -81,8 +81,8 @@ class AnswerFormat:
 
     Attributes:
         tool: parser of tool calls; None if their format is unknown, or if they are to be left in the text.
-        call_head: pattern for the start of a call, up to its arguments. The group ``name`` is the tool's name, an
-            optional group ``id`` the call's id. None if the arguments are not one JSON object at the end of the call.
+        call_head: pattern for the start of a call, up to its arguments. The group ``name`` is the tool's name, and
+            the optional group ``id`` is the call's id. None if the arguments are not one JSON object at the call's end.
         syntax: exact form of the calls; None if their grammar is unknown.
         bare: opening of a call without its mark. None if calls are found only after marks.
         reasoning: marks of reasoning; None if the model does not reason, or if reasoning is to be left in the text.

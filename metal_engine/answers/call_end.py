@@ -45,8 +45,7 @@ class CallEnd:
         """Return position and text of the mark that ends the call; None if that mark has not arrived yet.
 
         Args:
-            text: text of the call so far, after the opening mark. It extends the text of the previous call of this
-                method.
+            text: text of the tool call so far, after the opening mark. Later texts must begin with earlier texts.
         """
         while True:
             if self._state == "plain" and self._first_mark is not None:
@@ -75,9 +74,9 @@ class CallEnd:
                 self._state = "string" if self._state == "json" else "json"
 
     def unclosed_mark(self) -> tuple[int, str] | None:
-        """Return position and text of the first mark in the quoted part at the end of the text, if the part is open.
+        """Return position and text of the first mark in the quoted part that is open at the end of the text.
 
-        Otherwise, return None.
+        Return None if no quoted part is open, or if the open part contains no mark.
         """
         return None if self._state == "after" else self._first_mark
 

@@ -76,7 +76,7 @@ def tool_parameters(i: int, tool: dict[str, Any]) -> Schema:
 
     - true: forbidden, by :func:`metal_engine.json_schemas.closed.closed`.
     - false: allowed explicitly, by ``additionalProperties: true``.
-    - missing: as the tool's schema says. Callers close the objects like in all other schemas.
+    - missing: not changed here. The callers apply ``closed``, as to all other schemas.
 
     Args:
         i: index of the tool in the request, for messages.

@@ -81,7 +81,7 @@ class HarmonySplitter(MarkSplitter):
 
     Args:
         in_content: True if the prompt ends within content, so that the output begins without a header.
-        is_structured: True if the output has a structured output: its first content, until the end of the output.
+        is_structured: True if the first content is a structured output, which lasts until the end of the output.
         options: other arguments of ``MarkSplitter``.
     """
 

@@ -209,7 +209,7 @@ class MarkSplitter(Splitter):
         return before_mark
 
     def _give_out(self) -> list[AnswerDelta]:
-        """Return the received text, except a suffix that may belong to a mark, and the white space before it."""
+        """Return the received text. Keep a suffix that may belong to a mark, and the white space before that suffix."""
         assert self._state != "call"
         text = self._text
         held = max(overlap(text, mark) for mark in self._marks[self._state])

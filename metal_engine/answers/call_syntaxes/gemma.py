@@ -278,7 +278,7 @@ class _Values:
         return self._rules.rule(f'"[" {GAP} {items} {GAP} "]"')
 
     def _tuple(self, prefix: list[str], item: str | None, low: int, high: int | None) -> str:
-        """Return an expression for the items of a list with ``prefixItems``: schemas for its first items.
+        """Return the name of a rule for the items of a list. Its first items have their own schemas (``prefixItems``).
 
         Args:
             prefix: names of the rules for the first items, in their order.

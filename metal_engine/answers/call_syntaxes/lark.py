@@ -28,7 +28,7 @@ def string(text: str) -> str:
 def mark(text: str) -> str:
     """Return ``@"text"``, a placeholder for a text that may contain special tokens.
 
-    :mod:`metal_engine.grammars.marks` replaces the placeholder by special tokens of the model's vocabulary and strings.
+    :mod:`metal_engine.grammars.marks` replaces the placeholder by strings and special tokens of the model's vocabulary.
     """
     return "@" + json.dumps(text, ensure_ascii=False)
 
@@ -37,7 +37,7 @@ def json_value(schema: Any, *, strict: bool) -> str:
     """Return a Lark expression for a JSON value with at most 20 characters of white space between its tokens.
 
     Args:
-        schema: JSON schema. Its references must be within it.
+        schema: JSON schema, which must contain the targets of its references.
         strict: True to make the compilation fail if llguidance cannot enforce a keyword of the schema. Otherwise,
             such keywords are ignored.
     """

@@ -96,8 +96,8 @@ class PythonicSyntax:
         """Return the names of the rules of a list of calls, or of calls on lines.
 
         Returns:
-            The rule for the first call, the rule for all text after the first call, and for each name of a tool the
-            rule for the text after the opening parenthesis.
+            The rule for the first call, the rule for all text after the first call, and a map from each tool's name to
+            the rule for the text after its opening parenthesis.
         """
         arguments = {}
         for tool in tools:

@@ -74,10 +74,10 @@ class CallSyntax(Protocol):
 
 
 class ExactParser:
-    """Parser that first reads a text by its exact form, and passes other texts to a second, lenient parser.
+    """Parser that first tries the exact form of a format. It passes a text in another form to a lenient parser.
 
-    If both fail, the text is read by its exact form once more, with arguments of any type. The reason is that a grammar
-    allows any arguments if it cannot express their schema.
+    If the lenient parser fails, too, the exact form is tried once more, with arguments of any type. The reason is that
+    a grammar allows any arguments if it cannot express their schema.
 
     Args:
         syntax: exact form of the calls.

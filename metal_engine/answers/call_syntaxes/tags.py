@@ -36,7 +36,7 @@ class TagSyntax:
         mark: mark that begins the calls.
         call: template of the opening tag of a call.
         argument: template of the opening tag of an argument.
-        value_end: text that ends a value: the closing tag of an argument, or its beginning.
+        value_end: text that ends a value: the closing tag of an argument, or the beginning of that tag.
         argument_end: rest of an argument's closing tag after ``value_end``; empty if there is no rest.
         call_end: closing tag of a call; empty if ``end`` follows the arguments.
         end: mark that ends the calls.

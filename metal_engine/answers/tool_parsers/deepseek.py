@@ -41,7 +41,7 @@ class DeepSeekCalls:
     tool_call_end = "<｜tool▁calls▁end｜>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text is more than calls."""
+        """Return the calls in a text. Raises an exception of any type if the text does not consist of calls only."""
         if text.lstrip().startswith(("{", "[")):
             return JSON_CALLS.parse_tool_call(text)
         return _calls(text, _HEAD, _DECODER.raw_decode, _TAIL)
@@ -59,7 +59,7 @@ class DSMLCalls:
         self.tool_call_end = f"</｜DSML｜{block}>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text is more than calls.
+        """Return the calls in a text. Raises an exception of any type if the text does not consist of calls only.
 
         The arguments of a call may also be one JSON object in place of tags, and all calls may be JSON objects.
         """
@@ -83,7 +83,7 @@ def _calls(
         tail: pattern for the end of a call.
 
     Raises:
-        ValueError: the text is more than calls, or the arguments are invalid.
+        ValueError: the text does not consist of calls only, or the arguments are invalid.
     """
     calls: list[dict[str, Any]] = []
     at = 0

@@ -25,7 +25,7 @@ class JSONCalls:
     tool_call_end = "</tool_call>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text is more than calls.
+        """Return the calls in a text. Raises an exception of any type if the text does not consist of calls only.
 
         Closing braces after the last call are ignored.
         """

@@ -17,7 +17,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonicCalls:
-    """Parser of calls whose arguments are keywords and literals.
+    """Parser of calls with keyword arguments whose values are literals.
 
     Args:
         start: mark that begins the calls.
@@ -31,7 +31,7 @@ class PythonicCalls:
         self._has_lines = has_lines
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text is more than calls.
+        """Return the calls in a text. Raises an exception of any type if the text does not consist of calls only.
 
         The calls may also be JSON objects, which LFM2 writes if the prompt asks for them.
         """

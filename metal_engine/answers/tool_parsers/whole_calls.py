@@ -29,7 +29,7 @@ class WholeCalls:
         self._call = call
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> Any:
-        """Return the calls in a text. Raises an exception of any type if the text is more than calls.
+        """Return the calls in a text. Raises an exception of any type if the text does not consist of calls only.
 
         A text that does not match ``shape`` may also be calls as JSON objects.
         """

@@ -1,4 +1,4 @@
-"""Reads JSON bodies. Rejects invalid JSON that Python's parser accepts, such as NaN. Parses large bodies in a thread."""
+"""Reads JSON bodies. Rejects invalid JSON that Python's parser accepts, e.g. NaN. Parses large bodies in a thread."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def template_messages(
         instructions: additional text for the system message; None for no text.
         tokenizer: tokenizer with the chat template. If the template does not support tool calls, calls and their
             results become text.
-        parser: parser of the model's own call format. Calls that become text are written in this format. None if the
-            format is unknown: calls are then written as ``JSON_CALLS``.
+        parser: parser of the model's own call format. Calls become JSON objects between the marks of this format. None
+            for the marks of ``JSON_CALLS``.
 
     Raises:
         APIError: status 400, for missing or unsupported content, for arguments of calls that are too complex, or for a
