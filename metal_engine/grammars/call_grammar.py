@@ -60,7 +60,7 @@ class CallGrammar:
         return hashlib.sha256(self.wanted(())).digest()
 
     def wanted(self, opened: Collection[int]) -> bytes:
-        """Return the grammar as JSON text of a wanted grammar, as defined in :mod:`metal_engine.grammars.source`.
+        """Return these calls as a *wanted grammar* in JSON (defined in :mod:`metal_engine.grammars.source`).
 
         Args:
             opened: indices of the rules for arguments that are left open.

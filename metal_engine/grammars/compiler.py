@@ -136,7 +136,7 @@ class GrammarCompiler:
         """Start compiling the grammar of a tool call in the background, unless the cache has it. Return the task.
 
         If the grammar cannot be compiled, the arguments of some tools are left open. The task then logs a warning, and
-        stores their indices in ``grammar.opened``.
+        stores the indices of the rules for these arguments in ``grammar.opened``.
         """
         known = self._known(grammar.key)
         if known is not None:

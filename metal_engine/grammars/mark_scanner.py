@@ -26,7 +26,8 @@ class Segment:
         tail: bytes of the mark after its last special token; empty if the mark ends with a special token.
         is_call: True for a tool call; False for a structured output, which lasts until the end of the output.
         is_whole: True for a tool call that is the whole content.
-        openings: texts that begin reasoning instead of the segment if they are its first text, after white space.
+        openings: texts that begin reasoning. If the segment's text begins with one of them, after white space, the text
+            is reasoning, and the segment ends.
     """
 
     grammar: GrammarTask
@@ -166,7 +167,10 @@ class MarkScanner:
 
     @property
     def known_plain_tokens(self) -> Set[int]:
-        """Known tokens that cannot begin another phase. Empty while earlier text may become a mark."""
+        """Known tokens that cannot begin another phase.
+
+        Empty while earlier text may become a mark, or while one of ``first_marks`` may follow.
+        """
         is_at_beginning = self.first_marks and self.phase == "content"
         return frozenset() if self._text or is_at_beginning else self.plain[self.phase].known
 

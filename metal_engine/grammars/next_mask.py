@@ -1,4 +1,4 @@
-"""Computes the mask of a matcher. Plain tokens may spell the text of a special token. Loads only llguidance."""
+"""Computes the next mask of a matcher, even if plain tokens must spell a special token. Loads only llguidance."""
 
 from __future__ import annotations
 

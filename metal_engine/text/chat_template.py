@@ -55,8 +55,9 @@ def render(
 
     Args:
         messages: plain data from :func:`plain_messages`.
-        variables: other variables of the template, as plain data. ``continue_final_message`` is not a variable: True,
-            or the name of a field, makes the prompt end with the last message's content or field.
+        variables: other variables of the template, as plain data. The template does not get
+            ``continue_final_message``: True makes the prompt end with the last message's content, and a field's name
+            makes it end with the text of that field.
         max_chars: maximum length of the rendered text in characters; None: no limit.
 
     Raises:

@@ -286,7 +286,7 @@ class ControlTokens:
 
 @dataclass(frozen=True)
 class _Hidden:
-    """Texts of control tokens (signs), and the stand-ins for them, in the same order.
+    """Signs (characters of control tokens), and their stand-ins in the same order.
 
     ``hide`` replaces the signs in a text by stand-ins. ``shown`` replaces the stand-ins in a text by signs.
     """
@@ -353,7 +353,7 @@ def _changed(value: Any, change: Callable[[str, bool], str], is_answer: bool) ->
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds the longest of ``texts``. The time of a search does not depend on their number."""
+    """Return a pattern that matches the longest of ``texts`` at a position, in a time independent of their number."""
     trie: dict[str, Any] = {}
     for text in texts:
         node = trie

@@ -93,7 +93,7 @@ def panics_refused() -> Iterator[None]:
 
 
 def special_token_affixes(backend: Any) -> tuple[list[int], list[int]]:
-    """Return the special tokens that the tokenizer puts before and after a text."""
+    """Return the ids of the special tokens that the tokenizer puts before and after a text."""
     whole, inner = _ids(backend, "a", True), _ids(backend, "a")
     start = next(i for i in range(len(whole)) if whole[i : i + len(inner)] == inner)
     return whole[:start], whole[start + len(inner) :]

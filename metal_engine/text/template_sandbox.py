@@ -94,7 +94,7 @@ def _bounded(name: str, function: Callable[..., Any], growth: Callable[..., int]
 
 
 def _paid(result: Any) -> Any:
-    """Return ``result``. If it is a text, first spend its length: escaping can write 12 characters for one."""
+    """Return ``result``. If it is a text, first spend twice its length: escaping can write 12 characters for one."""
     if isinstance(result, str):
         current_budget().spend(2 * len(result))
     return result
@@ -132,7 +132,7 @@ def _concatenated(values: list[Any]) -> str:
 
 
 class _Counted(NodeTransformer):
-    """Replaces native operations of a template's code by filters that spend their cost."""
+    """Adds filters to a template's syntax tree. They spend the cost of native operations, such as loops and ``~``."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

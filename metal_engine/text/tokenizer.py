@@ -280,6 +280,7 @@ class Tokenizer:
             ValueError: the model has no chat template, the template refuses the messages, or the rendered text cannot
                 be encoded.
             TextTooLongError: the conversation is too long, for example for a :meth:`limited` tokenizer.
+            Exception: a function among the tools has no docstring or no type hints (``transformers``' errors).
             Cancelled: the request was cancelled.
         """
         if not self.hf_tokenizer.chat_template:
