@@ -140,7 +140,7 @@ def _given_sampling(chat_args: ChatArgs) -> dict[str, Any]:
 
 
 def _note(text: str, style: str = _DIM) -> None:
-    """Print a text that is not part of an answer to standard error."""
+    """Print to standard error a text that is not part of an answer."""
     # A server's text may contain control characters for terminals.
     text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
     is_styled = sys.stderr.isatty() and "NO_COLOR" not in os.environ
@@ -148,7 +148,7 @@ def _note(text: str, style: str = _DIM) -> None:
 
 
 def _announce(text: str) -> None:
-    """Print a text about something that takes memory or time to standard error, in bold."""
+    """Print to standard error, in bold, a text about something that takes memory or time."""
     _note(text, _BOLD)
 
 

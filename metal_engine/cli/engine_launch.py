@@ -33,11 +33,11 @@ def launch_engine(args: EngineArgs, server_args: ServerArgs) -> EngineSupervisor
 
 
 def spawner_of(models: Iterable[EngineArgs], server_args: ServerArgs, *, is_shared: bool = False) -> Spawner:
-    """Return the spawner of the engine processes of these models.
+    """Return a spawner that starts engine processes for these models.
 
     Args:
-        is_shared: True if engines of several models use the spawner. The server then closes the spawner at its end.
-            Otherwise, the engine closes the spawner.
+        is_shared: True if engines of several models use the spawner. The server then closes the spawner when it
+            ends. Otherwise, the engine closes the spawner.
     """
     start = Start([msgspec.to_builtins(args) for args in models], server_args.log_level, server_args.log_format)
     return Spawner(MODULE, start, is_shared=is_shared)

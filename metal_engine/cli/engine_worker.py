@@ -73,7 +73,7 @@ def _set_up(start: Start) -> tuple[PrepareFunction, BuildFunction]:
 
 
 def _without_lost_adapters(args: EngineArgs) -> EngineArgs:
-    """Drop the adapters of ``--lora-modules`` whose folders are gone. Only requests for these adapters then fail."""
+    """Return ``args`` without the adapters whose folders are gone. Only requests for these adapters then fail."""
     found = [local_path(module.path).is_dir() for module in args.adapters]
     return replace(args, lora_modules=tuple(compress(args.lora_modules, found)), max_loras=args.num_slots() or None)
 

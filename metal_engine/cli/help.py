@@ -93,7 +93,7 @@ def grouped_help(only_in_help_all: Collection[str]) -> type[GroupedHelp]:
 
 
 def print_help_all(ctx: typer.Context, wanted: bool) -> None:
-    """Print the help with all options and raise typer.Exit if ``wanted``. A callback for ``--help-all``."""
+    """If ``wanted``, print the help with all options and raise typer.Exit. A callback for ``--help-all``."""
     if wanted:
         ctx.meta[_SHOWS_ALL] = True
         ctx.get_help()

@@ -135,7 +135,7 @@ def _cards(url: str, api_key: str, start: str, flag: str | None) -> list[dict[st
 
 
 def response_problem(error: Exception, url: str, api_key: str, flag: str | None, advice: str = "") -> ConfigError:
-    """Return the ConfigError to raise for a failed request to a server, or for a response in another form.
+    """Return the ConfigError to raise for a failed request to a server, or for a response of an unexpected form.
 
     Args:
         error: exception that the request or the reading of its response has raised.

@@ -53,7 +53,7 @@ def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
     below. Names are ``model`` and ``folder/model``, without ``.gguf``.
 
     Skips hidden entries, unreadable entries, and entries whose name is not UTF-8 or is not a valid name of a model. If
-    a folder and a GGUF file have the same model's name, skips the GGUF file.
+    a folder and a GGUF file would have the same name, skips the GGUF file.
 
     Args:
         warns: True to log the skipped entries, except hidden ones and GGUF files that are not models.

@@ -76,8 +76,8 @@ class VisionConfig:
         patch_size: side of a patch of the image encoder in pixels.
         merge_size: number of patches per side that are merged into one feature.
         num_features: constant number of features of an image or of each tile; 0 if it varies.
-        max_image_tokens: maximum number of an image's tokens, as far as the image processor allows a limit; None for
-            the checkpoint's own limit.
+        max_image_tokens: maximum number of tokens of an image, if the image processor supports a limit; None for the
+            checkpoint's own limit.
         least_image_tokens: number of tokens of the smallest image that the image processor makes; 0 if unknown.
         most_image_tokens: number of tokens of the largest image that the image processor makes; 0 if unknown.
         bidirectional_layers: layers in which an image's tokens attend to each other

@@ -50,7 +50,7 @@ def requested_context_length(args: EngineArgs, model: ModelInfo) -> int:
 
 
 def affordable_states(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:
-    """Return how many concurrent requests' recurrent states fit into their share of the pool's memory, at least 1.
+    """Return the number of requests, at least 1, whose recurrent states fit into a third of the pool's memory.
 
     The result is ``1 << 62`` if the model has no recurrent states.
     """

@@ -61,8 +61,8 @@ def resolve_config(
             that the step takes in addition to weights and KV cache, in bytes.
         attention_layers: numbers of layers by the code that computes their attention.
         draft: draft model or draft head of ``--speculative-config``; None without one.
-        measure_image: function that encodes an image of a number of tokens, and returns the memory for the encoding in
-            bytes. Called only if the model takes images.
+        measure_image: function that encodes an image with the given number of tokens, and returns the memory for the
+            encoding in bytes. Called only if the model takes images.
 
     Raises:
         ConfigError: the settings conflict. The message names the flag to change.
@@ -129,7 +129,7 @@ class ExpectedSizes:
 def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> ExpectedSizes:
     """Return sizes that are known before the weights are read, for a model without a draft model.
 
-    The memory of a step is not subtracted from ``kv_bytes``. On a GPU, the KV cache therefore becomes smaller.
+    The memory of a step is not subtracted from ``kv_bytes``. On a GPU, the final KV cache is therefore smaller.
 
     Raises:
         ConfigError: as :func:`resolve_config`.
