@@ -59,8 +59,8 @@ def make_requests(args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], Pr
         load_tokenizer: function that loads the tokenizer. Not called for the dataset ``custom``.
 
     Raises:
-        ConfigError: the file cannot be used, or has fewer usable prompts than ``--num-prompts``. Or the instruction of
-            the dataset ``sonnet`` is longer than ``--input-len``.
+        ConfigError: the file cannot be used, or has fewer usable prompts than ``--num-prompts``, or the instruction of
+            the dataset ``sonnet`` does not fit into a request's input length.
     """
     if args.dataset_name in ("sharegpt", "custom"):
         return _from_file(args, seed, load_tokenizer)

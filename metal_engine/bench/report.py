@@ -17,7 +17,7 @@ WIDTH = 58
 
 
 def table(summary: Summary) -> str:
-    """Format a summary like vLLM's benchmark. Without generated tokens (embeddings), their figures are left out."""
+    """Format a summary like vLLM's benchmark. If no tokens were generated (embeddings), leave out the figures about them."""
     embeds = bool(summary.num_ok) and not summary.output_tokens
     figures: list[tuple[str, float | str | None]] = [
         ("Successful requests:", summary.num_ok),

@@ -64,7 +64,7 @@ async def read_metrics(session: aiohttp.ClientSession, base_url: str) -> str:
 
 
 def parse_counts(text: str) -> SpecDecodeCounts | None:
-    """Return the counts in metrics in Prometheus format, summed over all models; None if the metrics have no counts."""
+    """Parse metrics in Prometheus format. Return the counts, summed over all models; None if there are no counts."""
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         sums[name] = sums.get(name, 0.0) + float(value)

@@ -47,7 +47,9 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
 def layer_seconds(
     backend: AttentionBackend, kind: AttentionKind, step: tuple[int, int, int], repeats: int
 ) -> tuple[float, float]:
-    """Return the time of a layer's attention in seconds: over the paged cache, and MLX's over the gathered K and V.
+    """Return the times of a layer's attention by the backend and by MLX, in seconds.
+
+    The backend reads the paged cache, while MLX gets the K and V of this cache already gathered.
 
     Args:
         step: (number of requests, new tokens of each, keys of each). The keys include the new tokens.

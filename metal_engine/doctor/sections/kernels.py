@@ -104,7 +104,7 @@ def _measure(plan: Plan, loaded: LoadedModel) -> Iterator[Item]:
 
 
 def attention_errors(metal: MetalBackend, kind: AttentionKind) -> Iterator[Figure]:
-    """Yield the attention kernel's largest error of a row for one kind of layer: a figure for each KV cache dtype."""
+    """Yield the largest error of the attention kernel for one kind of layer: one figure for each KV cache dtype."""
     for kv_cache_dtype in _KV_CACHE_DTYPES:
         try:
             spec = kv_cache_spec(kind.spec, kv_cache_dtype)
@@ -127,7 +127,7 @@ def attention_errors(metal: MetalBackend, kind: AttentionKind) -> Iterator[Figur
 def index_errors(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKind]) -> Iterator[Figure]:
     """Yield the number of rows for which the kernels of a sparse attention's index select wrong keys.
 
-    If it is 0, also yield the largest error of a row of attention to the selected keys, for each kind of layer.
+    If it is 0, also yield a figure for each kind of layer: the largest error of attention to the selected keys.
     """
     name = "rows for which the index selects other keys than in float64"
     if why := unsupported_index(metal, index, kinds, _BLOCK_SIZE):

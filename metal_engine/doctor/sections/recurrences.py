@@ -58,7 +58,7 @@ def _errors(kernels: MetalRecurrence) -> Iterator[Figure]:
 
 
 def kernel_error(name: str, got: Any, expected: Any, dtype: mx.Dtype) -> Figure:
-    """Return the largest relative error of a row of a kernel's outputs; NaN if the kernel fails when it runs.
+    """Return the largest relative error among the rows of a kernel's outputs; NaN if the kernel fails when it runs.
 
     Args:
         got: outputs of the kernel.

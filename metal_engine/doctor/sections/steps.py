@@ -29,7 +29,7 @@ _BUSY_SECONDS = 3.0  # duration of the samples
 
 
 def measure(plan: Plan, model: str) -> Iterator[Item]:
-    """Yield the time of a decode step in each way, and the utilization of the GPU."""
+    """Yield the time of a decode step for each way to run it, and the utilization of the GPU."""
     times: dict[str, float | str] = {}  # seconds, or why a way was not run
     times |= use_engine(
         plan,
