@@ -17,7 +17,7 @@ WIDTH = 58
 
 
 def table(summary: Summary) -> str:
-    """Format a summary like vLLM's benchmark. If no tokens were generated (embeddings), leave out the figures about them."""
+    """Format ``summary`` like vLLM's benchmark. For embeddings, leave out figures about output tokens."""
     embeds = bool(summary.num_ok) and not summary.output_tokens
     figures: list[tuple[str, float | str | None]] = [
         ("Successful requests:", summary.num_ok),

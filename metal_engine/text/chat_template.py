@@ -56,8 +56,8 @@ def render(
     Args:
         messages: plain data from :func:`plain_messages`.
         variables: other variables of the template, as plain data. The template does not get
-            ``continue_final_message``: True makes the prompt end with the last message's content, and a field's name
-            makes it end with the text of that field.
+            ``continue_final_message``. If it is True, the prompt ends with the content of the last message. If it is
+            the name of a field, the prompt ends with that field of the last message.
         max_chars: maximum length of the rendered text in characters; None: no limit.
 
     Raises:

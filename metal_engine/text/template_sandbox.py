@@ -94,7 +94,7 @@ def _bounded(name: str, function: Callable[..., Any], growth: Callable[..., int]
 
 
 def _paid(result: Any) -> Any:
-    """Return ``result``. If it is a text, first spend twice its length: escaping can write 12 characters for one."""
+    """Return ``result``. First spend twice the length of a text, because escaping can write 12 characters for one."""
     if isinstance(result, str):
         current_budget().spend(2 * len(result))
     return result

@@ -22,7 +22,7 @@ _MAX_DEPTH = 32
 def text_terminal(rules: Rules, tool: ToolSchema, schema: Any, *, end: str, without: Sequence[str] = ()) -> str | None:
     """Return the name of a terminal for the strings that a schema allows; None if the schema allows no string.
 
-    The terminal enforces neither the keyword ``format``, nor a ``pattern`` that terminals cannot express.
+    The terminal ignores the keyword ``format``, and each ``pattern`` that terminals cannot express.
 
     Args:
         rules: rules to which terminals are added.

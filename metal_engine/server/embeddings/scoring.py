@@ -55,8 +55,8 @@ async def score(pooling: PoolingRequest, pairs: Pairs, id_prefix: str) -> Scores
         id_prefix: prefix of the response's id.
 
     Raises:
-        APIError: status 400 if the model is neither a reranker nor an embedding model, if the pairs are too many or too
-            long, or if the instruction is not allowed; 500 if a score is NaN or infinity. Also as :func:`pool`.
+        APIError: status 400 if the model cannot score pairs, or does not allow their number, their length or their
+            instruction; 500 if a score is NaN or infinity. Also as :func:`pool`.
         EngineDeadError: the engine has stopped.
     """
     served = pooling.served

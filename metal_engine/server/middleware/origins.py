@@ -26,13 +26,13 @@ _OWN_SITES = frozenset({"same-origin", "none"})
 
 
 def own_origins_only(app: ASGIApp, args: ServerArgs, guarded_paths: Collection[str]) -> ASGIApp:
-    """Wrap ``app``: reject requests with an effect with status 403 if a page of another origin sends them.
+    """Wrap ``app``: reject requests that have an effect and come from a page of another origin, with status 403.
 
     All requests have an effect, except GET, HEAD and OPTIONS on other paths than ``guarded_paths``.
 
     Args:
         args: server settings. Origins in ``allowed_origins`` may send all requests.
-        guarded_paths: paths on which a GET has an effect, too.
+        guarded_paths: paths for which GET has an effect.
     """
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:

@@ -205,7 +205,7 @@ class ViewerRegistry:
         return self._viewers[served.engine]
 
     def close(self) -> None:
-        """End all streams. From now on, :meth:`of` raises for a model that has had no viewers."""
+        """End all streams. Afterwards, :meth:`of` raises for a model that has had no viewers."""
         self._is_closed = True
         for viewers in self._viewers.values():
             viewers.close()
