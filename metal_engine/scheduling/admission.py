@@ -91,7 +91,7 @@ class Admissions:
             self._enqueue(request)
 
     def enqueue_loaded(self) -> None:
-        """Queue the requests whose loads have ended, completely or not. Each keeps its position in the order."""
+        """Queue the requests whose KV loads have ended, even without all blocks. Each keeps its place in the order."""
         if self._connector is None or not self.loading:
             return
         for request_id in self._connector.take_ended_loads():
@@ -165,18 +165,18 @@ class Admissions:
     # --- requests that wait until another request has computed their common prefix ---------------------------
 
     def prefixes_computed(self, running: Mapping[str, Request]) -> None:
-        """Requeue the requests whose awaited prefix has been computed by a running request."""
+        """Requeue the parked requests whose owners, running requests, have computed the awaited tokens."""
         for owner_id in self.waiting.owners:
             self.waiting.unpark(owner_id, running[owner_id].num_computed_tokens)
 
     def release_waiters(self, request_id: str) -> None:
-        """Requeue the requests that waited for a prefix of this request, which has stopped running."""
+        """Requeue the requests that are parked because of this request, which has stopped running."""
         self.waiting.unpark(request_id)
 
     # --- tests and debugging --------------------------------------------------------------------------------
 
     def check_integrity(self, running: Mapping[str, Request]) -> None:
-        """Assert every invariant between steps; for tests and debugging."""
+        """Assert the invariants that hold between steps; for tests and debugging."""
         self.waiting.check_integrity({r: request.num_computed_tokens for r, request in running.items()})
         waiting = {request.request_id for request in self.waiting}
         assert not waiting & self.loading.keys()

@@ -68,7 +68,7 @@ class ImagePlanner:
 
         Args:
             num_computed: number of the request's computed tokens.
-            whole: True to check the features for all remaining tokens of the request instead.
+            whole: True to check the features for all remaining tokens of the request, not only for its next chunk.
         """
         if request.images is None:
             return True
@@ -82,8 +82,8 @@ class ImagePlanner:
         The chunk ends before the first image whose features do not fit into this step. Every claimed image without
         features is encoded in this step, even if the chunk turns out shorter and does not reach the image.
 
-        Returns ``request.num_tokens``, which limits nothing, if the features of all images within reach fit. Returns 0,
-        and releases all images of the request, if the features for the smallest possible chunk do not fit.
+        Returns ``request.num_tokens``, which limits nothing, if the features of all images that a step could reach fit.
+        Returns 0, and releases all images of the request, if the features for the smallest possible chunk do not fit.
         """
         if request.images is None:
             return request.num_tokens
@@ -103,8 +103,9 @@ class ImagePlanner:
     def _fits(self, images: Iterable[PromptImage], *, whole: bool = False) -> bool:
         """Return True if this step can encode all of ``images`` whose features are not kept.
 
-        The first images that a step encodes may exceed ``max_num_encoder_tokens``: even the smallest possible chunk may
-        contain several images. With ``whole``, this limit always applies. The limit on kept features always applies.
+        The step must not encode more than ``max_num_encoder_tokens`` tokens, and the runner must be able to keep the
+        features. Without ``whole``, the first images of a step may exceed the first limit, because even the smallest
+        possible chunk may contain several images.
         """
         sizes = {image.content_hash: image.num_features for image in images}
         num_missing = sum(size for key, size in sizes.items() if key not in self._kept)
@@ -154,7 +155,7 @@ class ImagePlanner:
             self.num_encoded -= 1
 
     def computed(self, request: Request) -> None:
-        """Release the images whose tokens are all computed by the plans so far."""
+        """Release a request's images if the plans so far compute all their tokens."""
         if request.images is None or request.request_id not in self._claimed:
             return
         images = request.images.images
@@ -200,7 +201,7 @@ class ImagePlanner:
         self._num_kept = 0
 
     def check_integrity(self, running: dict[str, Request]) -> None:
-        """Assert every invariant between steps; for tests and debugging."""
+        """Assert the invariants that hold between steps; for tests and debugging."""
         num_users: dict[bytes, int] = {}
         for request_id, (first, end) in self._claimed.items():
             images = running[request_id].images
@@ -258,7 +259,7 @@ def _cut_by(images: PromptImages | None, position: int) -> PromptImage | None:
 
 
 def largest_step(images: PromptImages, unit: int) -> int:
-    """Return the length in tokens of the longest part of a prompt that must be computed in a single chunk."""
+    """Return the length in tokens of the longest part of a prompt that no chunk may cut; at least ``unit``."""
     largest = unit
     for image in images.images if images.bidirectional_layers else ():
         start = last_cut(images, 0, image.start - image.start % unit, unit)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_integrity(scheduler: Scheduler) -> None:
-    """Assert every invariant between steps; for tests and debugging."""
+    """Assert the invariants that hold between steps; for tests and debugging."""
     scheduler.blocks.check_integrity()
     scheduler.states.check_integrity(set(scheduler.running))
     scheduler.images.check_integrity(scheduler.running)

@@ -29,7 +29,10 @@ from metal_engine.settings.config import CacheConfig
 
 @lru_cache(maxsize=64)  # the prompts and outputs of a request use the same root
 def root_hash(model_fingerprint: str, cache_salt: str, adapter_fingerprint: str = "") -> bytes:
-    """Return the root of all hash chains of one model, salt and LoRA adapter. An empty fingerprint: no adapter."""
+    """Return the root of all hash chains of one model, salt and LoRA adapter.
+
+    An empty ``adapter_fingerprint`` means no adapter.
+    """
     salt = cache_salt.encode("utf-8", "surrogatepass")
     adapter = adapter_fingerprint.encode()
     # Each part is hashed separately, so that a salt cannot imitate part of the fingerprint.
@@ -192,8 +195,9 @@ class PrefixCache:
     ) -> tuple[Request, int] | None:
         """Return a running prefill that will compute at least half of ``request``'s remaining tokens.
 
-        Also return the length of their common prefix in tokens, in full blocks. None if there is no such prefill, or if
-        the request must compute every token itself.
+        Also return the length of their common prefix in tokens, in full blocks. None if there is no such prefill, if
+        prefix caching is disabled, or if the request must not use cached prefixes
+        (:attr:`Request.skip_reading_prefix_cache`).
         """
         if not self.is_enabled or request.skip_reading_prefix_cache:
             return None

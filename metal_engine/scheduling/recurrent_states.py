@@ -195,7 +195,7 @@ class RecurrentStates:
             held.spaced.pop(position, None)
 
     def writes_state_at(self, request: Request, position: int) -> bool:
-        """Return True if a checkpoint of the request is planned at ``position``, or it has no recurrent state."""
+        """Return True if a checkpoint is planned at ``position``, or if the request has no recurrent state."""
         held = self._held.get(request.request_id)
         return held is None or position in held.stops or position % held.interval == 0
 
@@ -431,6 +431,6 @@ class RecurrentStates:
         ]
 
     def check_integrity(self, running: set[str]) -> None:
-        """Assert every invariant between steps; for tests and debugging."""
+        """Assert the invariants that hold between steps; for tests and debugging."""
         assert not self.is_used or self._held.keys() == running
         self.slots.check_integrity([slot for held in self._held.values() for slot in held.slots])

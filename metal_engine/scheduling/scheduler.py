@@ -200,8 +200,8 @@ class Scheduler:
     def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillAllocator, at_most: int | None = None) -> bool:
         """Admit up to ``at_most`` waiting requests to free prefill slots. None: no limit.
 
-        Stops at the first request whose minimum allotment or whose blocks do not fit. Returns False if its blocks do
-        not fit.
+        Stops at the first request whose minimum allotment or whose blocks do not fit. Returns False if it stopped
+        because of the blocks, otherwise True.
         """
         num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
         for _ in range(num_free if at_most is None else min(at_most, num_free)):
@@ -459,7 +459,10 @@ class Scheduler:
         return outputs
 
     def _take_back_token(self, request: Request) -> None:
-        """Have a request's last token recomputed, because its grammar mask was late. Suspend the request's drafts."""
+        """Discard a request's sample, because its grammar mask was late, so that the last row is computed again.
+
+        Suspends the request's drafts. Preempts a request with recurrent states, which can only return to a checkpoint.
+        """
         if self.speculation is not None:
             self.speculation.suspend_drafts(request.request_id)
         if request.status is not RequestStatus.RUNNING:
@@ -483,5 +486,5 @@ class Scheduler:
         return outputs
 
     def check_integrity(self) -> None:
-        """Assert every invariant between steps; for tests and debugging."""
+        """Assert the invariants that hold between steps; for tests and debugging."""
         check_integrity(self)

@@ -84,7 +84,7 @@ class AsyncPlanning:
         """Return True if an asynchronously planned step yields fewer tokens per second than a step with drafts.
 
         Every ``_TRIED_EVERY``-th result is inverted, so that both kinds of steps are measured from time to time. False
-        if :meth:`seconds` does not know the asynchronous step yet.
+        while :meth:`seconds` has no estimate for the asynchronous step.
 
         Args:
             num_rows: average number of rows of asynchronously planned steps, at least 1. Each row yields a token.

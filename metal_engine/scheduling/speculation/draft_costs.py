@@ -98,7 +98,7 @@ class DraftCosts:
 
     @property
     def _token_seconds(self) -> float:
-        """Estimated seconds per token that the draft model has to catch up with.
+        """Estimated time, in seconds, in which the draft model computes the KV of one token that lacks it.
 
         0 before the first measurement. At most :attr:`forward_seconds` before the second measurement.
         """
@@ -136,8 +136,8 @@ class DraftCosts:
     def num_missing_tokens(self, request: Request) -> int:
         """Return how many tokens of a request lack KV of the draft model.
 
-        The :data:`NEW_TO_DRAFT_MODEL` tokens that are new in every step are not counted, even if they have KV. The
-        result can therefore be negative.
+        Every step has :data:`NEW_TO_DRAFT_MODEL` new tokens, which are left out of the result. If some of them have KV
+        already, the result is negative.
         """
         return request.num_tokens - NEW_TO_DRAFT_MODEL - self._num_computed.get(request.request_id, 0)
 

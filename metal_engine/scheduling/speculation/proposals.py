@@ -42,7 +42,10 @@ class Proposer(Protocol):
         """
 
     def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Record the result of a request's last proposal: ``num_drafts`` leading tokens of it were tried."""
+        """Record that the first ``num_accepted`` of the ``num_drafts`` tried tokens of a proposal were accepted.
+
+        The proposal is the request's last one. The tried tokens are its leading tokens.
+        """
 
     def forget(self, request_id: str) -> None:
         """Drop the data of a request that has ended."""
@@ -179,9 +182,9 @@ class Proposals:
     def _computed_lengths(self, requests: list[Request], num_rows: int) -> Counter[Request]:
         """Return the maximum number of computed drafts for each request. All requests share ``num_rows`` rows.
 
-        A draft is accepted only if all earlier drafts of its request are. The first drafts of many requests are
-        therefore worth more than all drafts of a few, and a draft head drafts for many. A draft model has to catch up
-        with each request first, so it drafts for a few: every request may have the maximum number.
+        A draft is accepted only if all earlier drafts of its request are. A draft head therefore drafts for many
+        requests: their first drafts are worth more than all drafts of a few. A draft model has to catch up with each
+        request first, so it drafts for a few requests. The result then allows each request the maximum number.
         """
         has_rows_for_all = num_rows >= len(requests) * self._num_drafts
         if self._costs is None or self._costs.has_prefill or has_rows_for_all:

@@ -31,7 +31,7 @@ class _Size:
 
     Attributes:
         seconds: duration of a step.
-        last: number of the last measured step of this size.
+        last: value of the count of all measured steps at the last measurement of this size.
         is_sure: True after a second measurement: the first step may have compiled kernels.
     """
 
@@ -101,9 +101,9 @@ class StepTimes:
         """Return the durations in seconds of steps of ``num_rows``, ``num_rows + 1``, ... ``num_rows + most`` rows.
 
         The result is empty if no step of ``num_rows`` rows or fewer has been measured twice. Durations between measured
-        sizes are interpolated linearly. Sizes up to a quarter above the largest measured size, or up to
-        ``_ALWAYS_TRIED``, get the time of that size, so that they are tried. The result ends before larger sizes, but
-        has at least the entry for ``num_rows`` unless it is empty.
+        sizes are interpolated linearly. Above the largest measured size, the result continues with the time of that
+        size, so that larger sizes are tried. It ends a quarter above that size, or at ``_ALWAYS_TRIED`` rows if that is
+        more. Unless it is empty, it has at least the entry for ``num_rows``.
         """
         known = sorted((size, entry) for size, entry in self._sizes.items() if entry.is_sure)
         above = bisect_right(known, num_rows, key=lambda pair: pair[0])
