@@ -24,7 +24,7 @@ class Matcher(Protocol):
 
     @property
     def must_go_on(self) -> bool:
-        """True if the text is free now, but the output may not end yet, because a structured output must follow."""
+        """True if the text is free now, but the output must not end yet, because a structured output must follow."""
 
     @property
     def plain_tokens(self) -> Set[int]:

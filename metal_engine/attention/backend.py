@@ -82,12 +82,19 @@ class StepAttention(Protocol):
     ) -> mx.array:  # [N, num_heads, v_head_dim], dtype of q
         """Compute attention of every packed row over its request's K and V, including those written in this step.
 
-        ``window`` w: the query at position p sees keys p - w + 1 ... p. ``softcap`` c: scores become
-        c * tanh(scores / c). ``sinks``: one logit per head that takes part in the softmax and adds no value. ``chunk``
-        c: the query at position p sees no key before the largest multiple of c that is at most p. ``selection``: the
-        keys to which rows attend, in layers without the options above. None if rows attend to all keys.
+        Args:
+            q: queries, [N, num_heads, head_dim].
+            state: keys and values of the layer.
+            scale: factor of the scores.
+            window: size w of the sliding window. The query at position p sees keys p - w + 1 ... p.
+            softcap: number c. Scores become c * tanh(scores / c).
+            sinks: one logit per head, [num_heads], which takes part in the softmax and adds no value.
+            chunk: number c. The query at position p sees no key before the largest multiple of c that is at most p.
+            selection: keys to which rows attend, in layers without the four options above. None: all keys.
 
-        For latents, only the first ``latent_dim`` columns of the result are the output. The caller drops the others.
+        Returns:
+            Outputs, [N, num_heads, v_head_dim] in q's dtype. For latents, only the first ``latent_dim`` columns are
+            the output. The caller drops the others.
         """
         ...
 
@@ -138,8 +145,8 @@ class ReplayableAttention(StepAttention, Protocol):
     def work_keys(self) -> Hashable:
         """Parameters of the work plans that the step's layers have requested, such as their windows.
 
-        The argument of :meth:`ReplayableBackend.tables`. Complete after the calls of all layers. All steps of a model
-        have equal keys.
+        :meth:`ReplayableBackend.tables` takes them as an argument. They are complete after the calls of all layers. All
+        steps of a model have equal keys.
         """
         ...
 

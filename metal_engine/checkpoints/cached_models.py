@@ -27,8 +27,8 @@ class CachedModel:
         size: size on disk in bytes, with all files of a split GGUF model.
         last_used: latest access time of its files, in seconds since the epoch. File systems that do not record reads
             give the time of the download.
-        is_complete: True for a GGUF file, and for a model with weights, unless its repository has an unfinished
-            download and the model lacks files.
+        is_complete: True for a GGUF file. For other models, False if there are no weights, or if the repository has an
+            unfinished download and the model lacks files.
     """
 
     name: str

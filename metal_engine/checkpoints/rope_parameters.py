@@ -6,11 +6,14 @@ from typing import Any
 
 
 def fill_rope_fields(config: dict[str, Any]) -> None:
-    """Fill in missing fields of a configuration from its ``rope_parameters``. transformers 5 saves them only there.
+    """Fill in missing RoPE fields of a configuration from its ``rope_parameters``, in place.
 
-    Most of mlx-lm's models read the older fields, and use their own default for a missing one: ``rope_theta``,
-    ``rope_scaling``, ``partial_rotary_factor`` and ``rope_local_base_freq`` (of layers with a window). Changes
-    ``config``, which is a configuration or its section with the text model.
+    The fields are ``rope_theta``, ``rope_scaling``, ``partial_rotary_factor`` and ``rope_local_base_freq`` (of layers
+    with a window). transformers 5 saves their values only in ``rope_parameters``. Most of mlx-lm's models read only the
+    fields, and use a default for a missing field.
+
+    Args:
+        config: a configuration, or its section with the text model.
     """
     parameters = _dict(config.get("rope_parameters"))
     # Parameters for all layers, or for each kind of layer.

@@ -53,7 +53,7 @@ class _Mailbox:
 
     @property
     def is_overfull(self) -> bool:
-        """True if the unread outputs have more log probabilities than allowed."""
+        """True if the unread outputs have more log probabilities than the constructor's ``max_unread``."""
         return self._num_unread > self._max_unread
 
     async def take(self) -> RequestOutput:
@@ -221,8 +221,8 @@ class AsyncEngine:
     def num_queued(self) -> int:
         """Number of waiting requests that a new request has to queue behind.
 
-        Equals :attr:`num_waiting` without the places of each reservation beyond its ``num_at_once``. The prompts of
-        these places are submitted only after earlier requests of the same reservation have ended.
+        Unlike :attr:`num_waiting`, counts at most ``num_at_once`` requests and places of each reservation. The prompts
+        of its other places are submitted only after earlier requests of the same reservation have ended.
         """
         return max(self.num_waiting - self._num_held, 0)
 

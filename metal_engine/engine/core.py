@@ -143,9 +143,10 @@ class EngineCore:
         self._release_own_caches()
 
     def _release_own_caches(self) -> None:
-        """Free mlx-lm's own caches if the last request has ended. If other requests are left, the next step frees them.
+        """Free mlx-lm's own caches if the last request has ended.
 
-        No effect unless :attr:`ModelInfo.own_caches_reason` is set.
+        While requests are left, their next step frees the caches of ended requests. No effect unless
+        :attr:`ModelInfo.own_caches_reason` is set.
         """
         if self.config.model.own_caches_reason and not self.has_requests and not self._has_released:
             self._has_released = self.runner.release_cache()

@@ -67,8 +67,8 @@ class EngineMetrics:
 
     Attributes:
         num_prompt_tokens: tokens of the computed prompts, including tokens found in the prefix cache.
-        num_generation_tokens: number of sampled tokens. Tokens after a stop string are counted too. When the client has
-            reported the stop string, the same number of later tokens is not counted.
+        num_generation_tokens: number of sampled tokens. Tokens after a stop string are counted at first. Once the
+            client has reported the stop string, as many later tokens are left out, so that the counter never falls.
         num_cache_queries: number of tokens looked up in the prefix cache. A request counts again at each admission.
         num_cache_hits: number of these tokens that were found in the prefix cache, or loaded from a store.
         num_rows: rows of packed steps by kind. ``decode``: the only row of a request, not counting drafts. ``fresh``:
@@ -94,8 +94,8 @@ class EngineMetrics:
             step.
         num_resumed_requests: number of requests that continued in a new engine, counted once for each new engine.
         restart: time from the end of an engine to the continuation of its requests in a new one.
-        num_late_masks: number of rows computed again, because their grammar mask was late or the engine learned too
-            late that they need one.
+        num_late_masks: number of rows computed again, because their grammar mask was late, or because the engine found
+            out too late that they need a mask.
         num_unconstrained_calls: number of tool calls whose grammars failed, so that their text was free.
         image_encode_seconds: total time that the device took for encoding images.
         num_decode_forwards: number of steps in which every row samples, by the outcome of the forward pass

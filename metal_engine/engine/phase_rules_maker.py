@@ -51,8 +51,8 @@ class PhaseRulesMaker:
     ) -> Grammar:
         """Return the grammar of an output with phases.
 
-        The result is a :class:`PhaseRules`. A structured output without reasoning has no phases to separate, so the
-        result is then its own grammar.
+        The result is a :class:`PhaseRules`. The exception is a structured output without reasoning. It has no phases to
+        separate, so the result is its compiled grammar, in which tool calls may replace the structured output.
 
         Waits for the compilation of a structured output. Grammars of tool calls in free content are compiled in the
         background.

@@ -329,7 +329,7 @@ class StepObserver:
     # --- frames ---------------------------------------------------------------------------------------------
 
     def _finish_frame(self, now: float) -> None:
-        """Look up the changes of the pool, and send the current frame if it has news."""
+        """Look up the changes of the pool, and send the current frame if it reports a change."""
         if self._num_forgets != self._blocks.num_forgets:
             self._frame.tables.clear()
             self._frame.forget = True

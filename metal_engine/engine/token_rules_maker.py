@@ -115,7 +115,7 @@ class TokenRulesMaker:
         self.grammars.close()
 
     def _check_sizes(self, params: SamplingParams) -> None:
-        """Raise ParameterError if the vocabulary lacks a biased token, or is smaller than a list of token ids."""
+        """Raise ParameterError if a biased token is not in the vocabulary, or if a list has more ids than it."""
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             if len(getattr(params, name) or ()) > self._vocab_size:
                 raise ParameterError(name, f"may have {self._vocab_size} entries, as many as the vocabulary")
@@ -163,9 +163,10 @@ class TokenRulesMaker:
         return ends
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        """Return a word's tokens without and with a space in front. Spaces at the start of ``word`` are ignored.
+        """Return a word's tokens without a space in front, and its tokens with one. Leading spaces are ignored.
 
-        The tokens with a space are left out if they begin with the same token, or if their number differs.
+        The second spelling is left out if it begins with the same token as the first, or has another number of tokens.
+        Raises ParameterError if the word cannot be tokenized or has no tokens.
         """
         word = word.lstrip()
         try:

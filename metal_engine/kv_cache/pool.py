@@ -232,7 +232,10 @@ class StatePool:
             yield from state.writes_done_marker()
 
     def pending_states(self) -> list[PendingByArray]:
-        """Return the new recurrent states of the step built last. Restore them if the following step is discarded."""
+        """Return the new recurrent states of the step built last.
+
+        :meth:`restore_pending_states` restores them if the next step is built and then discarded.
+        """
         return [state.pending_states() for state in self._recurrent]
 
     def restore_pending_states(self, states: list[PendingByArray]) -> None:

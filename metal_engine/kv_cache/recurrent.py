@@ -195,7 +195,7 @@ class RecurrentState:
         self._pending[name] = [PendingStates(slots, values)]
 
     def pending(self) -> list[mx.array]:
-        """Return the new states of the step built last."""
+        """Return the new states of the step built last, [b, ...] for each array and group."""
         return [p.values for pending in self._pending.values() for p in pending]
 
     def take(self, name: str, reads: list[Slots | None], writes: list[Slots]) -> list[mx.array | None]:

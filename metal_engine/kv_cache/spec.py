@@ -13,7 +13,7 @@ from metal_engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One row of an array: the data stored for one token, or for one request."""
+    """Shape and type of one row of an array. A row holds the data of one token, or of one request."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype

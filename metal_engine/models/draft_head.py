@@ -186,7 +186,7 @@ def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequan
 
 
 def _has_any_type(name: str) -> bool:
-    """Return False for weights that MLX takes only in float32."""
+    """Return True if MLX takes the weights of this name in any floating-point type, and not only in float32."""
     return not name.endswith(".global_scale")
 
 

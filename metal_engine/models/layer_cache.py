@@ -83,7 +83,7 @@ class AttendingCache(AttentionOwner):
 class OwnedKeys(mx.array):
     """Keys that reference their cache, so that a layer can attend over them without passing a cache.
 
-    Layers that reuse the K and V of an earlier layer do so.
+    Layers that reuse the K and V of an earlier layer attend in this way.
     """
 
     def __init__(self, keys: mx.array, owner: AttentionOwner) -> None:

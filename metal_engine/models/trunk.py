@@ -100,7 +100,7 @@ def hidden_problem(model: nn.Module, trunk: Trunk, vocab_size: int, make_caches:
 def _candidates(model: nn.Module, caches: CacheTree) -> Iterator[Trunk]:
     """Yield modules that are called once and return one row per token. The module whose call ends last comes first.
 
-    Exception: modules with rows as wide as the logits come after all others, because they are the head or contain it.
+    However, modules with rows as wide as the logits come after all others, because they are the head or contain it.
     """
     ended: list[tuple[nn.Module, Any]] = []
     with _record_outputs(model, ended):

@@ -12,7 +12,7 @@ FLOOR = 2.0**-100  # smaller decays are negligible, and their products would soo
 
 
 def _without_denormals(decay: mx.array) -> mx.array:
-    """Replace decays below FLOOR by 0. Much larger decays keep their value."""
+    """Subtract FLOOR from decays, and replace negative results by 0. Rounding keeps much larger decays unchanged."""
     return mx.maximum(decay - FLOOR, 0.0)
 
 

@@ -213,7 +213,7 @@ class RequestTable:
         return request_id in self._index_of
 
     def index(self, request_id: str) -> int:
-        """Return the index of a request, which is valid until the request is removed."""
+        """Return the index of a request, which is valid until the request is removed. Raises KeyError if unknown."""
         return self._index_of[request_id]
 
     def token_ids(self, index: int, num_drafts: int = 0) -> np.ndarray:

@@ -59,7 +59,7 @@ class FeatureCache:
             The encoding in flight; None if the plan encodes no image.
 
         Raises:
-            ValueError: the model has no encoder, or an image has a different number of features.
+            ValueError: the model has no encoder, or the encoder returns another number of features than planned.
         """
         for content_hash in plan.images_to_drop:
             self._features.pop(content_hash, None)

@@ -33,7 +33,7 @@ class GrammarState:
 
     @property
     def must_go_on(self) -> bool:
-        """True if the free text may not end the output, because a structured output follows."""
+        """True if the text is free now, but the output must not end yet: a structured output must follow."""
         return self._matcher.must_go_on
 
     @property

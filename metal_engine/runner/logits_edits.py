@@ -248,7 +248,7 @@ class StepEdits:
 
 
 def _padded(rows: list[np.ndarray]) -> np.ndarray:
-    """Stack rows of different lengths, at least 1. Each row is padded with its first element."""
+    """Stack rows of different lengths. Each row has at least one element, and is padded with its first element."""
     length = max(map(len, rows))
     return np.stack([np.concatenate([row, np.full(length - len(row), row[0], row.dtype)]) for row in rows])
 

@@ -307,7 +307,9 @@ class DecodeReplay:
 
 
 def is_decode(plan: SchedulerOutput, rows: StepRows, num_logits: int) -> bool:
-    """Return True if every row of a step samples once, no row has three axes, and the step loads nothing from a store.
+    """Return True if every row of a step samples once, and the step can be replayed.
+
+    A step cannot be replayed if it loads KV from a store, or if its rotary positions have three axes.
 
     Args:
         num_logits: number of rows whose logits the step needs.

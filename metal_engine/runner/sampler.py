@@ -70,8 +70,8 @@ def position_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def _gumbel(keys: mx.array, vocab_size: int) -> mx.array:
     """Return Gumbel noise from one key per row: keys [R, 2] -> [R, vocab_size] float32.
 
-    One uniform number in 2**32 is exactly 0 and becomes -inf, which could exclude the only remaining token. All other
-    numbers give at least -3.1.
+    The noise is at least -4. Without this limit, one uniform number in 2**32 would give -inf, which could exclude the
+    only remaining token. All other numbers give at least -3.1.
     """
     noise = mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)
     return mx.maximum(noise, -4.0)

@@ -177,7 +177,8 @@ class PrefillAllocator:
 
         This is the case once every running prefill has had tokens since step ``last_admission``, the last step that
         admitted a request. Without this rule, running prefills could use up every step, and a free slot would never be
-        filled. For example, one block of a long context can take all the attention work of a step.
+        filled. For example, one block of a long context can take all the attention work of a step. False if there are
+        no running prefills.
         """
         return bool(self._left_out) and last_admission < self._left_out[0].last_step
 

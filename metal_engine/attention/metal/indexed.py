@@ -142,9 +142,10 @@ class IndexKernels:
     def select(
         self, tables: TileTables, index: IndexQueries, state: IndexState, block_table: mx.array, target: int
     ) -> mx.array:  # [T, R, G, num_keys] int32; rising, with -1 at the end if a row sees fewer keys
-        """Return the positions of the keys that the rows of a tile select.
+        """Return the positions of the keys that the rows of a tile select, [T, R, G, number of keys] int32.
 
-        T requests have R rows each. G is the number of heads for an index of blocks, and otherwise 1.
+        T requests have R rows each. G is the number of heads for an index of blocks, and otherwise 1. The positions
+        rise, with -1 at the end if a row sees fewer keys.
 
         Args:
             tables: tables of the tile.

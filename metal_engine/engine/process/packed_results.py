@@ -171,7 +171,7 @@ def _sums(before: list[int], more: list[int]) -> list[int]:
 
 
 def packed_adapter(adapter: Adapter) -> LoadedAdapter:
-    """Return the fields of an adapter."""
+    """Return an adapter as a part of a message."""
     return LoadedAdapter(**vars(adapter))
 
 

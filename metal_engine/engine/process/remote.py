@@ -174,7 +174,7 @@ class RemoteWatch:
 
 
 class RemoteGrammar:
-    """Grammar in the process of the engine, with the message that makes it. Its key is the number of the call."""
+    """Grammar in the process of the engine, with the message that makes it. Its key there is ``message.call``."""
 
     def __init__(self, message: wire.MakeGrammar) -> None:
         self.message = message

@@ -79,8 +79,8 @@ def check_images(paged: PagedModel, encoder: MlxVlmEncoder, language_model: nn.M
 def share_text_weights(language_model: nn.Module, model: nn.Module) -> None:
     """Set the weights of mlx-vlm's language model to the arrays of mlx-lm's model, without a copy.
 
-    Exception: the matrices that compute keys and values from latents (MLA) are new arrays, because mlx-lm stores them
-    in another form.
+    Only the matrices that compute keys and values from latents (MLA) are new arrays, because mlx-lm stores them in
+    another form.
 
     Args:
         language_model: mlx-vlm's model, with weights that are not evaluated yet.

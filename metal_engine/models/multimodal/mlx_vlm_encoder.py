@@ -21,8 +21,8 @@ class MlxVlmEncoder:
     """Encoder of a model of mlx-vlm (:class:`metal_engine.models.multimodal.encoder.ImageEncoder`).
 
     Each model of mlx-vlm has a method that merges features into the embeddings of a prompt. The encoder calls it with a
-    prompt that consists of one image, so this code does not depend on the architecture. Exceptions are deepstack models
-    and families with their own function (:attr:`EncoderFamily.features`).
+    prompt that consists of one image, so this code does not depend on the architecture. For deepstack models, and for
+    families with their own function (:attr:`EncoderFamily.features`), the encoder does not call the method.
 
     Args:
         config: content of ``config.json``.
