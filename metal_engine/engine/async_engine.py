@@ -221,8 +221,8 @@ class AsyncEngine:
     def num_queued(self) -> int:
         """Number of waiting requests that a new request has to queue behind.
 
-        Unlike :attr:`num_waiting`, counts at most ``num_at_once`` requests and places of each reservation. The prompts
-        of its other places are submitted only after earlier requests of the same reservation have ended.
+        Unlike :attr:`num_waiting`, counts at most ``num_at_once`` unused places of each reservation. The prompts of its
+        other places are submitted only after earlier requests of the same reservation have ended.
         """
         return max(self.num_waiting - self._num_held, 0)
 
