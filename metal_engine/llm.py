@@ -204,8 +204,8 @@ class LLM:
             use_tqdm: True to show a progress bar.
 
         Raises:
-            ValueError: a prompt can never be served, or the model does not support embeddings or the parameters. Raised
-                before any computation.
+            ValueError: a prompt can never be served, the model does not support embeddings or the parameters, or
+                ``pooling_params`` has another length than ``prompts``. Raised before any computation.
             RuntimeError: a request failed, or the engine has stopped.
         """
         given: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]

@@ -17,13 +17,13 @@ class KVTransferStats:
         loads_started: requests for which the store was queried.
         loads_timed_out: started loads that ended at the deadline. Blocks that had arrived by then were used, unless the
             load failure policy ended the request.
-        loads_failed: started loads that ended with a store error or a corrupt block.
+        loads_failed: started loads that ended with a store error or a corrupt block, or because the store paused.
         loads_deferred: started loads that had to wait for host memory.
         loads_skipped: requests for which the store was not queried because it had failed recently.
         states_loaded: recurrent states that were loaded from the store into their slots.
         blocks_loaded: blocks that were loaded from the store into the KV cache; ``bytes_loaded`` is their size.
         blocks_unused: blocks that arrived too late: computed in the meantime, or for a request that had ended.
-        blocks_corrupt: stored blocks that failed a check. They are removed from the store.
+        blocks_corrupt: stored blocks that failed a check. They are removed from the store if it can be written.
         blocks_saved: blocks written to the store; ``bytes_saved`` is their size.
         blocks_present: blocks that were not written because the store had them already.
         blocks_dropped: blocks that were not saved because the queue was full or the store paused after a failure.

@@ -48,7 +48,7 @@ class DiskStore:
         writable: True if blocks will be stored. A directory without write access is then refused.
 
     Raises:
-        NotAStoreError: the directory cannot be used as a store (only if ``writable``).
+        NotAStoreError: the path is invalid, or (if ``writable``) the directory cannot be used as a store.
         StoreError: the directory cannot be created, read or (if ``writable``) written.
     """
 
