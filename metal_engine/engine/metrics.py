@@ -67,8 +67,8 @@ class EngineMetrics:
 
     Attributes:
         num_prompt_tokens: tokens of the computed prompts, including tokens found in the prefix cache.
-        num_generation_tokens: number of sampled tokens. Tokens after a stop string are counted at first. Once the
-            client has reported the stop string, as many later tokens are left out, so that the counter never falls.
+        num_generation_tokens: number of sampled tokens. Tokens after a stop string are counted at first. When the
+            client reports the stop string, an equal number of later tokens is left out of the count.
         num_cache_queries: number of tokens looked up in the prefix cache. A request counts again at each admission.
         num_cache_hits: number of these tokens that were found in the prefix cache, or loaded from a store.
         num_rows: rows of packed steps by kind. ``decode``: the only row of a request, not counting drafts. ``fresh``:
@@ -93,7 +93,7 @@ class EngineMetrics:
         num_retried_requests: number of requests of failed steps that were computed again, counted once for each failed
             step.
         num_resumed_requests: number of requests that continued in a new engine, counted once for each new engine.
-        restart: time from the end of an engine to the continuation of its requests in a new one.
+        restart: time from the end of an engine until a new engine continues its requests.
         num_late_masks: number of rows computed again, because their grammar mask was late, or because the engine found
             out too late that they need a mask.
         num_unconstrained_calls: number of tool calls whose grammars failed, so that their text was free.

@@ -51,8 +51,8 @@ class PhaseRulesMaker:
     ) -> Grammar:
         """Return the grammar of an output with phases.
 
-        The result is a :class:`PhaseRules`. The exception is a structured output without reasoning. It has no phases to
-        separate, so the result is its compiled grammar, in which tool calls may replace the structured output.
+        The result is a :class:`PhaseRules`, except for a structured output without reasoning, which has no phases to
+        separate. The result is then the compiled grammar of the structured output and of the calls that may replace it.
 
         Waits for the compilation of a structured output. Grammars of tool calls in free content are compiled in the
         background.

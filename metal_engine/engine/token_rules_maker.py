@@ -163,9 +163,9 @@ class TokenRulesMaker:
         return ends
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        """Return a word's tokens without a space in front, and its tokens with one. Leading spaces are ignored.
+        """Return the token ids of a word, and the token ids of a space and the word. Ignores spaces before the word.
 
-        The second spelling is left out if it begins with the same token as the first, or has another number of tokens.
+        The second list is omitted if it begins with the same token as the first list, or differs in length.
         Raises ParameterError if the word cannot be tokenized or has no tokens.
         """
         word = word.lstrip()

@@ -21,7 +21,7 @@ from metal_engine.settings.config import DeviceInfo
 
 logger = logging.getLogger(__name__)
 
-# Time after the end of the socket for the process to exit, so that its exit status is known.
+# Time that the process has to exit after it has closed its socket, so that its exit status is known.
 _EXIT_SECONDS = 2.0
 # Time for a process that hangs to write the stacks of its threads.
 _DUMP_SECONDS = 0.3
@@ -161,7 +161,7 @@ class EngineProcess:
         self._channel.close()
 
     def kill(self) -> None:
-        """End the process at once, unless it has ended."""
+        """Close the channel, kill the process, and wait up to ``_EXIT_SECONDS`` for its end."""
         self._channel.close()
         self.popen.kill()
         try:

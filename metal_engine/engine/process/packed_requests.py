@@ -22,7 +22,7 @@ from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.token_rules import Grammar, TokenRules
 
 _INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
-# Sampling parameters that the engine reads as they are.
+# Sampling parameters that are sent unchanged.
 _PLAIN_PARAMS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
                  "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs")  # fmt: skip
 

@@ -39,7 +39,7 @@ _POLL_SECONDS = 0.02
 
 
 class EngineCalls:
-    """Calls to the process of an engine, and the keys of objects in the process that the server has dropped.
+    """Calls to the process of an engine. Also collects the keys of objects there that the server has dropped.
 
     Thread-safe.
 
