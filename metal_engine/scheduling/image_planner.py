@@ -182,7 +182,7 @@ class ImagePlanner:
     # --- plans ----------------------------------------------------------------------------------------------
 
     def plan(self, plan: SchedulerOutput) -> None:
-        """Add the images to encode and the features to drop to a plan that will be executed."""
+        """Write the images to encode, and the features to drop, into a plan that will be executed."""
         plan.images_to_encode = [
             ImageToEncode(key, image.num_features, image.inputs) for key, image in self._to_encode.items()
         ]

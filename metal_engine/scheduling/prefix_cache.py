@@ -195,9 +195,11 @@ class PrefixCache:
     ) -> tuple[Request, int] | None:
         """Return a running prefill that will compute at least half of ``request``'s remaining tokens.
 
-        Also return the length of their common prefix in tokens, in full blocks. None if there is no such prefill, if
-        prefix caching is disabled, or if the request must not use cached prefixes
-        (:attr:`Request.skip_reading_prefix_cache`).
+        Also return the length of their common prefix in tokens, in full blocks. The result is None in these cases:
+
+        - There is no such prefill.
+        - Prefix caching is disabled.
+        - The request cannot use cached prefixes (:attr:`Request.skip_reading_prefix_cache`).
         """
         if not self.is_enabled or request.skip_reading_prefix_cache:
             return None

@@ -27,8 +27,8 @@ from metal_engine.step import SchedulerOutput
 # Tokens. A request that reuses a prefix of another prompt recomputes at most this many cached tokens, or more if a
 # very long prompt has fewer checkpoints (`_thin`).
 CHECKPOINT_INTERVAL = 1024
-# Tokens. A step with drafts can run past a block boundary, and then writes no checkpoint there. Once an output's last
-# checkpoint is this far back, drafts are limited so that a step ends at a boundary.
+# Tokens. A step with drafts can run past a block boundary, and then writes no checkpoint there. If the last checkpoint
+# of an output is this far back, drafts are limited so that a step ends at a boundary.
 DRAFTS_INTERVAL = 64
 # Tokens. Shorter instructions get no checkpoint: a checkpoint costs each new prompt an additional step, which takes
 # longer than recomputing the instructions.

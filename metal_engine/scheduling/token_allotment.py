@@ -134,8 +134,8 @@ class PrefillAllocator:
 
     Attributes:
         allotments: token allotment of each added request, in order of addition.
-        num_long: number of requests in progress whose prompts counted as long at the start of this step or at their
-            admission in it.
+        num_long: number of requests in progress whose prompts counted as long (:func:`is_long`) at the start of this
+            step, or when they were admitted in this step.
     """
 
     def __init__(
@@ -222,7 +222,10 @@ class PrefillAllocator:
         return next_cut(request.images, num_computed, self._unit) - num_computed
 
     def _uncut(self, request: Request, num_computed: int, num_tokens: int) -> int:
-        """Return the largest allotment up to ``num_tokens`` tokens that cuts no image; if none, :meth:`_least`."""
+        """Return the largest allotment up to ``num_tokens`` tokens that cuts no image.
+
+        Return :meth:`_least` if every allotment up to ``num_tokens`` tokens cuts an image.
+        """
         if request.images is None or not num_tokens:
             return num_tokens
         allotment = last_cut(request.images, num_computed, num_computed + num_tokens, self._unit) - num_computed
@@ -239,7 +242,7 @@ class PrefillAllocator:
     def take(self, request: Request, *, whole: bool = False) -> None:
         """Add a newly admitted request that passed :meth:`fits_minimum`, with the minimum allotment.
 
-        A request that passed only :meth:`fits_any` gets the tokens that are left, if these are fewer.
+        A request that passed only :meth:`fits_any` may get fewer tokens: the remaining tokens of the budget.
 
         With ``whole``, the request gets no prefill slot, and its whole remaining prompt must pass :meth:`fits`. The
         allotment is then this prompt, or the part up to its last state checkpoint. A request without a slot must

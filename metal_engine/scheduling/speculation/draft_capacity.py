@@ -27,7 +27,7 @@ class DraftCapacity:
     Nothing is allocated: the capacity is only counted.
 
     Args:
-        requests: running requests. Each has one token left to compute, which the step in flight may still be sampling.
+        requests: running requests with one token left to compute. The step in flight may still be sampling this token.
         work: maximum attention work of a step.
         blocks: block pool.
         states: recurrent states; None for models without recurrent layers.

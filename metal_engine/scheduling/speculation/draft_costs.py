@@ -98,7 +98,7 @@ class DraftCosts:
 
     @property
     def _token_seconds(self) -> float:
-        """Estimated time, in seconds, in which the draft model computes the KV of one token that lacks it.
+        """Estimated time for the draft model to compute the missing KV of one token, in seconds.
 
         0 before the first measurement. At most :attr:`forward_seconds` before the second measurement.
         """

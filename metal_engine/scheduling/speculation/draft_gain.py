@@ -107,7 +107,7 @@ class DraftGain:
         """Record a plan that only decodes. Steps that are not recorded are not measured.
 
         Args:
-            plan: plan, after its drafts were added. If all of them are lookups, the step is not measured.
+            plan: plan, after its drafts were added. If it has drafts, and all are lookups, the step is not measured.
             num_requests: number of requests in the step.
             waited: True if the plan waited for tokens because drafts were expected. The wait counts as a cost of
                 drafts, even if the plan has no drafts.
@@ -135,7 +135,7 @@ class DraftGain:
 
 
 class UnmeasuredGain(DraftGain):
-    """Substitute for proposers without a draft head: drafts never pause, and nothing is measured."""
+    """Replacement for :class:`DraftGain` without a draft head: drafts never pause, and nothing is measured."""
 
     def may_draft(self, num_requests: int) -> bool:
         return True

@@ -42,9 +42,9 @@ class Proposer(Protocol):
         """
 
     def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Record that the first ``num_accepted`` of the ``num_drafts`` tried tokens of a proposal were accepted.
+        """Record the result of a request's last proposal.
 
-        The proposal is the request's last one. The tried tokens are its leading tokens.
+        A step has tried the first ``num_drafts`` tokens of the proposal, and accepted the first ``num_accepted`` tokens.
         """
 
     def forget(self, request_id: str) -> None:
