@@ -71,7 +71,7 @@ class OwnCachesState(RecurrentState):
         self.arrays, self._caches = dict(snapshot.arrays), dict(snapshot.pending["caches"])
 
     def pending(self) -> list[mx.array]:
-        # All arrays of all stored caches, not only those of the last step.
+        # All arrays of all stored caches, not only arrays of the last step.
         return [holder[key] for holder, key in array_places(list(self._caches.values()))]
 
     def pending_states(self) -> PendingByArray:

@@ -35,7 +35,7 @@ class SegmentGroup:
     Attributes:
         rows: indices of the group's b * s packed rows.
         length: s, the number of rows of each segment.
-        reads: [b] slots of the initial states. Either all or none of them are ``ZERO_STATE_SLOT``.
+        reads: [b] slots of the initial states. If one slot is ``ZERO_STATE_SLOT``, all are.
         writes: [b] slots for the new states.
     """
 

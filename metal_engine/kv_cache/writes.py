@@ -98,7 +98,10 @@ class RunWrites:
 
 
 def _others(slots: np.ndarray, written: np.ndarray) -> np.ndarray | None:
-    """Return the indices of the rows that are not in ``written``, [M] int32; None (all rows) if it is empty."""
+    """Return the indices of the rows that are not in ``written``, [M] int32.
+
+    Return None, which stands for all rows, if ``written`` is empty.
+    """
     if len(written) == 0:
         return None
     is_other = np.ones(len(slots), bool)
