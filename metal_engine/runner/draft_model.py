@@ -198,7 +198,7 @@ class DraftModel:
         return start + int(missing[0]) if len(missing) else end
 
     def _claim(self, slots: np.ndarray) -> None:
-        """Mark slots as written by the next forward, so that another request that shares them does not compute them.
+        """Mark slots as written by the next forward, so that another request that shares them computes no KV for them.
 
         The other request can read the KV in the same forward, because all writes of a layer precede its reads.
         """

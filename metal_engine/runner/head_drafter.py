@@ -12,8 +12,8 @@ row, it computes its K and V for the row's slot. The head therefore never lacks 
 Before the next step, the LM head turns the carried output into the first draft. For each further draft, the head
 alone runs again, and its last output replaces the hidden state.
 
-After several decode steps without requested drafts, steps compute only the head's K and V, and carry no output. The
-next plan that requests drafts gets none, and the plan after it gets drafts.
+After several decode steps without requested drafts, steps compute only the head's K and V, and carry no output. When a
+plan requests drafts again, its step has no drafts yet, and carries an output. The following plans get drafts.
 
 If the token after a row has the feature of an image, the head gets the feature. A chunk may end before an image that is
 not encoded yet. The head then gets the embedding of the image token, so its drafts may be worse.

@@ -101,8 +101,8 @@ def _largest_gap(
         replayed = None
         # The first step is only built, to record which attention variants the layers use. Its rows see only one key.
         if step:
-            # Replay before building: the replayed step then finds K and V of its tokens only if it has written them
-            # itself. It starts from the recurrent states that the last replayed step has written.
+            # Replay before building. Otherwise the replayed step would find K and V of its tokens even if it failed to
+            # write them. It starts from the recurrent states that the last replayed step has written.
             built_states = pool.read_states(slots)
             pool.put_states(slots, replayed_states)
             replayed = _replayed(model, replay, input_ids, rows)

@@ -47,8 +47,8 @@ def measure_step_bytes(
     Args:
         max_positions: maximum length of a request; None: no limit.
         head: draft head that follows the step; None without a draft head.
-        max_over_ranks: function that returns the maximum of a number over all ranks, from its name and this rank's
-            number. It makes all ranks run the step equally often.
+        max_over_ranks: function of a name and this rank's number. It returns the largest number that a rank has under
+            this name, so that all ranks run the step equally often.
 
     Returns:
         Peak memory in bytes, minus the memory in use before the step, which includes the weights and the step's KV.
@@ -65,7 +65,7 @@ def measure_step_bytes(
     ends = np.cumsum(num_blocks)
     # Each request's blocks in order; padding repeats the last block.
     column = np.minimum(np.arange(num_blocks.max()), num_blocks[:, None] - 1)
-    # All contexts are in the last block, to which the step writes nothing.
+    # All contexts consist of the last block, repeated. The step does not write to this block.
     num_context_blocks = _num_context_blocks(model, block_size, max_positions, int(seq_lens[0]))
     context = np.full((num_seqs, num_context_blocks), ends[-1])
     block_table = np.hstack([context, (ends - num_blocks)[:, None] + column]).astype(np.int32)

@@ -197,7 +197,7 @@ class StepSampling:
 
     @property
     def late_req_ids(self) -> set[str]:
-        """Requests with void samples: their grammar mask was not ready in time, or was not known to be needed.
+        """Requests whose samples are void. See :attr:`ModelOutput.late_req_ids`.
 
         Valid after :meth:`build` or :meth:`set_late_requests`.
         """
