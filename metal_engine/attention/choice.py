@@ -83,7 +83,7 @@ class BackendChoice:
     Attributes:
         metal: backend of the Metal kernel; None if the kernel is not used.
         is_strict: True to raise an error for a layer that the kernel does not support (``metal``).
-        tuner: source of cuts for each kind of layer, or None for the default cut.
+        tuner: chooses a :class:`Cut` of the kernel's work for each kind of layer; None for the default cut.
         tensor_ops: state of tensor operations with the reason; empty if the GPU lacks them.
         clock: function that returns seconds.
     """

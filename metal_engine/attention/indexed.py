@@ -122,8 +122,8 @@ class Tile:
         own_positions: position of each row in its request, [T, R].
         keys: keys of the requests, at least S for each.
         num_keys: S.
-        is_group: True for a tile of one or more requests with few rows each, such as decodes. Backends then compute
-            each row as if it were the only row of the step.
+        is_group: True for a tile of one or more requests with few rows each, such as decodes. The result of such a row
+            must not depend on the other rows of the step.
     """
 
     packed: np.ndarray

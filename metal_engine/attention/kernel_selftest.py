@@ -1,4 +1,4 @@
-"""Tries the kernel on this device at load, for each kind of layer that a model has.
+"""Tests the Metal kernel on this device when a model is loaded, for each kind of layer in the model.
 
 A Mac compiles a kernel at its first use. That may fail with an error of the compiler, a pipeline with too few threads,
 or too much threadgroup memory. Therefore all variants that serving uses run here on random numbers:
@@ -91,7 +91,7 @@ def try_images(metal: MetalBackend, kind: AttentionKind, block_size: int) -> Non
 
 
 def _compare(backend: MetalBackend, kind: AttentionKind, rows: StepRows, step: str) -> None:
-    """Raise KernelFailedError if the kernel and the portable backend differ. ``step`` describes the rows."""
+    """Raise KernelFailedError if the kernel and the portable backend differ. The error names the rows by ``step``."""
     state = random_state(kind, rows)
     with running():
         out = attend_random(backend, kind, rows, state)
@@ -115,7 +115,10 @@ def running() -> Iterator[None]:
 
 
 def check_rows(out: np.ndarray, expected: np.ndarray, kind: AttentionKind, step: str) -> None:
-    """Raise KernelFailedError if outputs, [N, Hq, Dv], differ by more than rounding. ``step`` describes the rows."""
+    """Raise KernelFailedError if outputs, [N, Hq, Dv], differ by more than rounding.
+
+    The error names the rows by ``step``.
+    """
     gaps = np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)  # [N, Hq]
     if not gaps.max() <= _TOLERANCE[kind.dtype]:  # NaN too
         summary = f"gives wrong results on this device, off by {gaps.max():.1g} of their size"

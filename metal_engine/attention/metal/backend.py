@@ -327,7 +327,7 @@ class MetalBackend:
         return variant_of(shape, cut), cut.threadgroups_per_core, uses_tensor_ops
 
     def attention_for(self, shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> Callable[..., Any]:
-        """Return the kernel for all steps of a shape. Decodes use it alone and together with prefills."""
+        """Return the kernel for all steps of a shape, with and without prefills."""
         with_tensor_ops = self.quantized_tensor_attention if shape.bits else self.tensor_attention
         if with_tensor_ops is not None and fits_tensor_ops(shape, cut):
             return with_tensor_ops

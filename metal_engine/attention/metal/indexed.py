@@ -188,7 +188,7 @@ class IndexKernels:
     ) -> mx.array:
         """Return the scores of a tile's keys, [T * R, S] float32.
 
-        Without weights, returns the largest score of each 8 keys for each head, [T * R * G, S / 8].
+        Without weights, returns the largest score of each group of 8 keys for each head, [T * R * G, S / 8].
         """
         tile, by_head = tables.tile, index.weights is None
         num_requests, num_rows = tile.own_positions.shape

@@ -32,8 +32,8 @@ STAGE_BYTES = 26 << 10  # maximum threadgroup memory for staged keys and the par
 MANY_FRAGMENTS = 20
 # The same maximum while the columns can be divided among more SIMD groups. Head dims from 148 on are therefore divided.
 SHARED_FRAGMENTS = 18
-# MANY_FRAGMENTS for 16-bit types. It is larger, so that items of wide heads can have more rows. With fewer rows, the
-# keys would be read twice.
+# MANY_FRAGMENTS for 16-bit types. The limit is larger, so that items of wide heads can have more rows. With fewer rows,
+# the keys would be read twice.
 MANY_FRAGMENTS_OF_16_BITS = 27
 TOO_WIDE_TO_STAGE = 256
 QUANTIZED_COLUMNS = (8, 4)  # possible numbers of quantized columns that a lane loads at a time
@@ -120,8 +120,8 @@ class KernelVariant:
         rest_columns: number of columns of the rotary part of a latent's key that a lane loads at a time.
         v_columns: number of columns of a value that a lane loads at a time.
         staged_parts: number of SIMD groups that share the columns of a staged item; 0 if no item is staged.
-        bk: number of keys. A split starts a multiple of ``bk`` keys after the first key of its tile. Without
-            tensor operations, a stage has :func:`stage_keys` keys, which may be fewer.
+        bk: unit in which the keys of a tile are split: a split starts a multiple of ``bk`` keys after the first key of
+            its tile. Without tensor operations, a stage has :func:`stage_keys` keys, which may be fewer.
     """
 
     strips: int

@@ -219,7 +219,7 @@ def _decodes_as_arrays(
 
     Returns:
         Indices for ``KVState.read_heads``, [N, Hkv, S] int32, and the mask, 0 or ``MASKED``, [N, 1, 1, 1, S] float32.
-        None if there are more keys than a group may gather at once.
+        None if the rows have more keys than one gather of a group may have (:class:`Limits`).
     """
     last = rows.positions[:, None]  # [N, 1]
     first = np.zeros_like(last) if window is None else np.maximum(0, last - (window - 1))

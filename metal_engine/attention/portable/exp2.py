@@ -10,7 +10,7 @@ import numpy as np
 from metal_engine.device.compiled import CompiledByShape
 
 LOG2E = 1.0 / math.log(2.0)
-FLOOR = -100.0  # 2^-100 is negligible beside a row's largest weight, 1, and not yet a denormal, which is slow
+FLOOR = -100.0  # 2^-100 is negligible beside a row's largest weight, 1, and still a normal number: denormals are slow
 
 
 def _exp2_coefficients() -> list[float]:
@@ -20,7 +20,7 @@ def _exp2_coefficients() -> list[float]:
 
 
 _EXP2 = _exp2_coefficients()
-_ROUND = 1.5 * 2.0**23  # adding this rounds a float32 to an integer, which is then in its low bits
+_ROUND = 1.5 * 2.0**23  # adding this number to a float32 rounds it to an integer, and moves the integer to the low bits
 
 
 def exp2(x: mx.array) -> mx.array:
