@@ -112,7 +112,7 @@ class LayerCache(AttendingCache):
 
     Attributes:
         state: state that stores keys and values.
-        index: cache of the index that selects the keys to which rows attend; None for all keys.
+        index: cache of the layer's index, which selects keys; None if rows attend to all keys.
         num_writes: number of times that the layer stored K and V, for the check at load.
         num_reads: number of times that the layer attended, for the check at load.
     """

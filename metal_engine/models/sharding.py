@@ -27,7 +27,7 @@ class Sharding:
 
     Attributes:
         communication: group of the ranks.
-        is_pipeline: True if each rank has some of the layers, False if it has some of the heads of every layer.
+        is_pipeline: True if each rank has some of the layers. False if each rank has some of the heads of every layer.
     """
 
     communication: mx.distributed.Group

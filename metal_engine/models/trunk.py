@@ -47,7 +47,9 @@ class Trunk:
 
 
 def select_rows_before_head(model: nn.Module, step: CurrentStep, make_caches: MakeCaches) -> Trunk:
-    """Make the trunk return only the rows whose logits are needed, and return it. The head then skips all other rows.
+    """Make the trunk return only the rows whose logits are needed, so that the head skips all other rows.
+
+    Returns the trunk.
 
     Changes the class of the trunk's module. In each later call, the module reads ``logits_indices``,
     ``hidden_indices`` and ``given`` of ``step``, and sets ``hidden``.
@@ -100,7 +102,7 @@ def hidden_problem(model: nn.Module, trunk: Trunk, vocab_size: int, make_caches:
 def _candidates(model: nn.Module, caches: CacheTree) -> Iterator[Trunk]:
     """Yield modules that are called once and return one row per token. The module whose call ends last comes first.
 
-    However, modules with rows as wide as the logits come after all others, because they are the head or contain it.
+    Modules with rows as wide as the logits come after all other modules, because they are the LM head or contain it.
     """
     ended: list[tuple[nn.Module, Any]] = []
     with _record_outputs(model, ended):

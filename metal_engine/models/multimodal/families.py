@@ -36,7 +36,7 @@ class EncoderFamily:
     features: ComputeFeatures | None = None
 
     def axes(self, config: Mapping[str, Any]) -> Axes | None:
-        """Return the axes of a model's rotary embedding; None if it has one axis.
+        """Return the axes of a model's rotary embedding; None if the embedding has one axis.
 
         Args:
             config: content of ``config.json``.

@@ -38,8 +38,8 @@ def install_states(
     Args:
         pairs: recorder of each recurrent layer's cache, and the cache that replaces it.
         trace: module calls of the recorded run.
-        whole_modules: True to run each module once per group of segments, even if its functions are known. This is
-            slower. Tests use it as a reference.
+        whole_modules: True to run each module once per group of segments, even if its arrays belong to convolutions and
+            recurrences. This is slower. Tests use it as a reference.
     """
     entries: dict[int, dict[int, set[int]]] = {}  # id of a module that runs by groups -> id of a cache -> indices
     modules: dict[int, nn.Module] = {}

@@ -69,7 +69,7 @@ class StateCache:
 
     @property
     def num_writes(self) -> int:
-        """Number of steps in which the layer has written all its states, for the check at load."""
+        """Number of steps that have written all states of the layer. Read by the check at load."""
         return min(self._num_puts.values())
 
     @property
