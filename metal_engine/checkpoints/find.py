@@ -55,7 +55,7 @@ class FoundModel:
 
 
 def find_model(args: EngineArgs, device: DeviceInfo, check: Check) -> FoundModel:
-    """Return the files that ``args.model`` names. Download them if they are on the hub and not in its cache.
+    """Return the files that ``args.model`` names. Download the files of a hub repository that the cache lacks.
 
     Args:
         args: settings of the engine.

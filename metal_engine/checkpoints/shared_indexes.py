@@ -17,7 +17,7 @@ _INDEX = re.compile(r"\blayers\.(\d+)\.self_attn\.indexer\.")
 
 
 def check_indexes(name: str, config: dict[str, Any], tensor_names: Iterable[str] = ()) -> None:
-    """Refuse a model in which some layers have no index of their own and use the selection of an earlier layer.
+    """Refuse a model in which some layers lack an index, and use the selection of an earlier layer instead.
 
     mlx-lm creates an index in every layer. The selections of an index without weights would be random.
 

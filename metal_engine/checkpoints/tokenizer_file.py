@@ -43,8 +43,8 @@ def check_tokenizer_file(path: Path) -> None:
     The ``tokenizers`` library reports other errors in the file.
 
     Raises:
-        ModelLoadError: the file cannot be opened, needs too much memory, is nested too deeply, or has a template for
-            which the library would panic. The message is one line.
+        ModelLoadError: the file cannot be opened, needs too much memory, is nested too deeply, or has a template that
+            would make the library panic. The message is one line.
     """
     check_readable(path, MAX_HEADER_BYTES)
     try:
@@ -115,7 +115,7 @@ def _ids(content: dict[str, Any]) -> Iterator[int]:
 
 
 def _template_problem(processor: dict[str, Any]) -> str:
-    """Return a description of a template for which the library would panic; "" if there is no such template.
+    """Return a description of the template that would make the library panic; "" if no template would.
 
     A template puts special tokens around the tokens of one text (``single``, sequence A) or of two texts (``pair``,
     sequences A and B).

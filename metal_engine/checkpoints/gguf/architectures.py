@@ -59,7 +59,8 @@ class Architecture:
         own_head_dim: True if the size of heads may differ from ``hidden_size / num_attention_heads``.
         rope_scaling: kinds of RoPE scaling that the module supports.
         interleaved: True if the rows of q and k are in llama.cpp's order, see :func:`gguf_config`.
-        rope_traditional: True if the module can rotate neighbouring elements, so that rows can stay in that order.
+        rope_traditional: True if the module can rotate neighbouring elements, so that rows can stay in llama.cpp's
+            order.
         norm_offset: number that the converter added to the weights of norms. mlx-lm's module adds it at run time.
         needs_bfloat16: True if activations can exceed the range of float16.
     """

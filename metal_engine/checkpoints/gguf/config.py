@@ -26,7 +26,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     keep their order, because q . k is a sum over a head's dimensions in any order.
 
     Raises:
-        UnsupportedModelError: the architecture, or a variant of it, is not supported.
+        UnsupportedModelError: the architecture or this variant of the architecture is not supported.
         ModelLoadError: a value or a tensor is missing, or the file has fewer tensors than layers.
     """
     architecture = find_architecture(header)

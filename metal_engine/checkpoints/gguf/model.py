@@ -44,7 +44,7 @@ def load_gguf_model(
         The mlx-lm model with evaluated parameters, and its configuration.
 
     Raises:
-        UnsupportedModelError: the architecture, or a variant of it, is not supported.
+        UnsupportedModelError: the architecture or this variant of the architecture is not supported.
         ModelLoadError: the file cannot be read, or its tensors do not match the architecture.
     """
     header = header_of(file)

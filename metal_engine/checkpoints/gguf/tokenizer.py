@@ -240,7 +240,7 @@ def _merges_from_scores(header: GgufHeader, vocab: dict[str, int], scores: list[
 def _special_tokens(header: GgufHeader) -> dict[str, str]:
     """Return the tokens for the roles ``bos``, ``eos``, ``unknown`` and ``padding``, by role.
 
-    Roles to which the metadata assign no token are left out.
+    Leaves out the roles that have no token in the metadata.
     """
     tokens = header.require("tokenizer.ggml.tokens")
     special = {}
