@@ -20,11 +20,12 @@ class LoadQueue:
     - Until the victims are unloaded, other loads that fit at once may start first, except loads of the victims.
     - Once the victims are unloaded, no other load may start before the first load.
 
-    The first load therefore waits only for requests that were running when it was requested, and for requests of models
-    that were loaded since then.
+    The first load therefore waits only for two kinds of requests: requests that were running when the load was
+    requested, and requests of models that were loaded since then.
 
     Attributes:
-        first: load that :meth:`close_for_first` has chosen, for which models in use are closed; otherwise None.
+        first: load that :meth:`close_for_first` has chosen. Models in use are closed for this load. None if no load is
+            chosen.
     """
 
     def __init__(self, budget: MemoryBudget) -> None:

@@ -67,7 +67,7 @@ class Load:
 
     Attributes:
         done: future that resolves to None when the model is loaded, or raises the reason of the failure.
-        may_evict: True if other models may be unloaded for it.
+        may_evict: True if other models may be unloaded for this load.
         num_bytes: memory of the model in bytes: the last claim of this load, or the last claim of earlier loads before
             this load's first claim. 0 if memory was never claimed for the model.
         num_waiting: number of callers that await the load.
@@ -119,7 +119,7 @@ class ModelEntry:
         max_model_len: context length in tokens; None until the model was loaded once.
         unloading: task that waits until the model is idle and unloads it; None if the model is not closing.
         keep_alive: timer that unloads the idle model; None while it is not running.
-        starting: future of the thread that loads the model; None if no thread does.
+        starting: future of the thread that loads the model; None while the model is not being loaded.
         ending: engine that is being shut down, if any.
     """
 
