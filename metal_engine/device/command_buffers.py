@@ -70,7 +70,7 @@ def command_buffer_limits(
     Args:
         memory_bytes: memory of the machine in bytes. The arrays of a step may take all memory. A command buffer reads
             about 1 / ``BUFFERS_PER_STEP`` of these arrays.
-        allows_queued_dispatch: True if a step may be dispatched while another one runs.
+        allows_queued_dispatch: True if a step may be dispatched while another step runs.
     """
     known = [kernels for config in configs if (kernels := kernels_of_step(config)) is not None]
     # A command buffer gets one operation more than the limit.

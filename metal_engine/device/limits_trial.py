@@ -58,7 +58,7 @@ def _is_running(file: TextIO) -> bool:
 def refusal(limits: CommandBufferLimits) -> str | None:
     """Return the reason not to use these limits: the last starts with them ended in their largest step.
 
-    Return None if the limits may be used, or if there is no cache directory.
+    Return None if these limits may be used, or if no cache directory exists to count starts in.
     """
     with suppress(OSError):  # no cache directory, or no such file
         path = _path(limits)

@@ -19,7 +19,7 @@ _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 # Fields of a line of /proc/stat, in clock ticks: user, system, irq, softirq and steal. Programs with a positive nice
 # value (field 1) yield to this process.
 _BUSY_FIELDS = (0, 2, 5, 6, 7)
-# Other programs may use this fraction of a core before the number of BLAS threads drops by one.
+# Fraction of a core that other programs may use without reducing the number of BLAS threads.
 _TOLERATED_FRACTION = 0.5
 
 
