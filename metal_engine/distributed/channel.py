@@ -125,7 +125,7 @@ class Link:
         self._inbox.put((FrameKind.LOST, b""))
 
     def close(self) -> None:
-        """Stop sending heartbeats. Silence and the end of the connection no longer count as a loss of the other rank.
+        """Stop sending heartbeats, and stop treating silence or the end of the connection as a loss of the other rank.
 
         The connection stays open. A frame of kind LOST is still passed to ``on_lost``.
         """

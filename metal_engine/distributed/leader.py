@@ -19,8 +19,8 @@ CAUSE_SECONDS = 1.0
 class LeaderRunner:
     """Runner (:class:`metal_engine.step.Runner`) that makes the other ranks run the same steps.
 
-    A plan is sent after its graph was built, so that a refused plan is not sent. It is sent before any part of the
-    graph is evaluated, because the evaluation may wait for the other ranks.
+    A plan is sent after its graph was built, so that a refused plan is not sent. The plan is sent before any part of
+    the graph is evaluated, because the evaluation may wait for the other ranks.
 
     Args:
         runner: runner of this rank.
