@@ -20,8 +20,8 @@ from metal_engine.kv_transfer.transfer import KVTransfer, LoadTicket
 from metal_engine.request import Request
 from metal_engine.step import KVConnectorMetadata
 
-# Planning a step waits up to this many seconds for the store's first response about new requests. For most requests the
-# store has nothing, and a request without stored KV can then join the step at once.
+# Planning a step waits up to this many seconds for the store's first response about new requests. The store has no KV
+# of most requests. These requests can join the step at once after the response.
 ANSWER_SECONDS = 0.002
 
 
@@ -263,7 +263,7 @@ class KVConnectorScheduler:
         )
 
     def check_integrity(self, loading: set[str], waiting: set[str], running: set[str]) -> None:
-        """Assert, between steps, that data is stored only for requests that still use it."""
+        """Assert that this object has data only of requests that still use the data. Call it between steps."""
         assert self._tickets.keys() == loading
         assert self._arrived.keys() <= waiting
         assert self._from_store.keys() <= running

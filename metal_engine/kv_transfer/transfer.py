@@ -52,7 +52,7 @@ class LoadTicket:
             for host memory.
         is_done: True if nothing more will arrive.
         is_cancelled: True if the caller has ended the load.
-        error: reason for an early end if the store failed, else None.
+        error: reason why the load ended early, such as a failure of the store; otherwise None.
         started: time at which the load was queued for the load threads, by the transfer's clock; None while the load
             waits for host memory.
         last_arrival: time at which the last block or state arrived, or ``started``.

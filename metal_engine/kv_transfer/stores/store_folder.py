@@ -268,7 +268,9 @@ def _is_own_file(entry: os.DirEntry[str], names: tuple[str, ...]) -> bool:
 
 
 def _other_things(folder: int, names: tuple[str, ...] = ()) -> str | None:
-    """Return the relative path of an entry that no store made, in a directory without a marker; None if none exists."""
+    """Return the relative path of an entry that no store made, in a directory without a marker.
+
+    None if there is no such entry."""
     with os.scandir(folder) as found:
         entries = list(found)
     forms = (_FINGERPRINT, _DIGITS)[len(names) :]
