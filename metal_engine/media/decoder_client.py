@@ -203,7 +203,7 @@ class _Work:
         return self._channel
 
     def close(self) -> None:
-        """Give up the turn in the queue, and end the process that decodes if it was started."""
+        """End the request's turn, and end the fork that decodes its images. No effect outside a turn."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()

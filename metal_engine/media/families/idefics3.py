@@ -17,7 +17,7 @@ _FRAME, _WHOLE = "<fake_token_around_image>", "<global-img>"
 class Idefics3(ImageProcessorFamily):
     """Image processing of Idefics 3 and SmolVLM.
 
-    The grid has the numbers of rows and columns of tiles. Both are 0 for an image of one tile.
+    The grid has the numbers of rows and columns of tiles; (0, 0) for an image of one tile.
     """
 
     @cached_property
