@@ -125,7 +125,8 @@ class ForkingProcess:
     def _hand_over(self, control: socket.socket, theirs: socket.socket) -> bool:
         """Send the fork's end of a socket pair to the forking process. Return False if the process has ended.
 
-        Wait until the process has received the socket. If the sender closed it earlier, macOS could close it for both.
+        Wait until the process has received the socket. If this process closed the socket earlier, macOS could close it
+        in both processes.
         """
         try:
             socket.send_fds(control, [b"f"], [theirs.fileno()])
