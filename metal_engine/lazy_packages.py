@@ -38,8 +38,8 @@ class LazyPackage(ModuleType):
 
     Args:
         spec: specification of the package.
-        names: names that the ``__init__`` offers, and the submodules that define them. If any other name is missing,
-            the ``__init__`` runs.
+        names: name that the ``__init__`` offers -> submodule that defines it. A lookup of any other name that is not a
+            submodule runs the ``__init__``.
     """
 
     def __init__(self, spec: ModuleSpec, names: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ class PoolingParams:
             states.
         normalize: True to scale the vector to length 1.
         dimensions: number of leading elements of the vector to keep, before scaling; None keeps all.
-        truncate_prompt_tokens: number of last prompt tokens to keep; -1 keeps as many tokens as fit, None keeps all.
+        truncate_prompt_tokens: number of tokens to keep at the end of the prompt. -1: as many as fit. None: all tokens.
         token_ids: tokens whose logits after the last token are returned instead of a pooled vector.
 
     Raises:

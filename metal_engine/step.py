@@ -233,7 +233,8 @@ class ModelOutput:
         logprobs: request id -> log probabilities of the request's new tokens, if requested.
         prompt_logprobs: request id -> log probabilities of the prompt tokens in this step, if requested.
         errors: request id -> reason why the request's own parameters end it. Its sampled token is void.
-        late_req_ids: sampling requests whose grammar masks were not ready in time, or were not known to be needed.
+        late_req_ids: sampling requests that needed a grammar mask and sampled without it. Either the mask was not ready
+            in time, or the step was built before the need for a mask was known.
             Their sampled tokens are void, their drafts are rejected, and their last computed tokens must be recomputed.
             Models with recurrent layers wait for masks, so only the second reason applies to them.
         constrained: request id -> True if the next token now has to match a grammar, for requests whose value has
@@ -306,7 +307,7 @@ class Runner(Protocol):
         """
 
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
-        """Set a callback for the loss of another rank. It is called in another thread, because a step may hang then.
+        """Set a callback for the loss of another rank. Another thread calls it, because the loss may hang a step.
 
         Does nothing with one rank.
         """
