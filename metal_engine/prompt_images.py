@@ -93,7 +93,7 @@ class PromptImages:
 
     @property
     def bidirectional_layers(self) -> BidirectionalLayers:
-        """Value of :attr:`PromptImage.bidirectional_layers`, which is the same for all images."""
+        """Value of :attr:`PromptImage.bidirectional_layers`, equal for all images."""
         return self.images[0].bidirectional_layers
 
     @property

@@ -168,8 +168,8 @@ class Request:
         num_failures: number of failed steps that computed the request since its last token.
         num_draft_tokens: (number of proposed drafts, number of accepted drafts).
         num_predicted_tokens: (number of accepted drafts, number of rejected drafts) from the client's predicted text.
-        is_constrained: True if the next token has to match a grammar. Also True before the first step of a request with
-            a grammar and ``so_far``, because the phase of its output is unknown.
+        is_constrained: True if the next token has to match a grammar. Initially also True for a request with a grammar
+            and ``so_far``, because the phase of its output is unknown until the first step.
     """
 
     request_id: str

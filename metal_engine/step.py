@@ -233,8 +233,8 @@ class ModelOutput:
         logprobs: request id -> log probabilities of the request's new tokens, if requested.
         prompt_logprobs: request id -> log probabilities of the prompt tokens in this step, if requested.
         errors: request id -> reason why the request's own parameters end it. Its sampled token is void.
-        late_req_ids: sampling requests that needed a grammar mask and sampled without it. Either the mask was not ready
-            in time, or the step was built before the need for a mask was known.
+        late_req_ids: sampling requests that needed a grammar mask and sampled without it. Reasons: the mask was not
+            ready in time, or the need for a mask was unknown when the step was built.
             Their sampled tokens are void, their drafts are rejected, and their last computed tokens must be recomputed.
             Models with recurrent layers wait for masks, so only the second reason applies to them.
         constrained: request id -> True if the next token now has to match a grammar, for requests whose value has

@@ -1,8 +1,8 @@
 """Private folder for the machine code that MLX compiles for the CPU on Linux.
 
 MLX loads a kernel from ``<temporary folder>/mlx/<version>/cpu/lib<kernel>.so``, whoever wrote that file. It compiles
-the kernel only if the file does not exist. The temporary folder is the one that C++ reports: the value of the first
-variable that is set among TMPDIR, TMP, TEMP and TEMPDIR, or else /tmp. MLX reads the variables each time.
+the kernel only if the file does not exist. The temporary folder is C++'s: the value of the first variable that is set
+among TMPDIR, TMP, TEMP and TEMPDIR, or else /tmp. MLX reads the variables each time.
 
 This module sets TEMPDIR, because TEMPDIR affects only C++ programs, not Python, compilers or mktemp. If the user has
 set one of the variables, it is kept, and the folder ``mlx`` in the folder that it names is made private instead. If

@@ -35,7 +35,7 @@ class SegmentGroup:
     Attributes:
         rows: indices of the group's b * s packed rows.
         length: s, the number of rows of each segment.
-        reads: [b] slots of the initial states. If one slot is ``ZERO_STATE_SLOT``, all are.
+        reads: [b] slots of the initial states. ``ZERO_STATE_SLOT`` for all segments if they start requests.
         writes: [b] slots for the new states.
     """
 

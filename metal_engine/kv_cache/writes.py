@@ -100,7 +100,7 @@ class RunWrites:
 def _others(slots: np.ndarray, written: np.ndarray) -> np.ndarray | None:
     """Return the indices of the rows that are not in ``written``, [M] int32.
 
-    Return None, which stands for all rows, if ``written`` is empty.
+    Return None if ``written`` is empty. None stands for all rows.
     """
     if len(written) == 0:
         return None

@@ -23,7 +23,7 @@ class KVTransferStats:
         states_loaded: recurrent states that were loaded from the store into their slots.
         blocks_loaded: blocks that were loaded from the store into the KV cache; ``bytes_loaded`` is their size.
         blocks_unused: blocks that arrived too late: computed in the meantime, or for a request that had ended.
-        blocks_corrupt: stored blocks that failed a check. They are removed from a store that can be written.
+        blocks_corrupt: stored blocks that failed a check. Corrupt blocks are removed if the store can be written.
         blocks_saved: blocks written to the store; ``bytes_saved`` is their size.
         blocks_present: blocks that were not written because the store had them already.
         blocks_dropped: blocks that were not saved because the queue was full or the store paused after a failure.

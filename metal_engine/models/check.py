@@ -239,7 +239,7 @@ def _run_step(
 
 
 class _ExactCache(AttentionOwner):
-    """A cache of mlx-lm, with attention computed in float32. All other members are those of mlx-lm's cache.
+    """Wrapper of an mlx-lm cache, with attention computed in float32. Delegates all other members to the cache.
 
     In half precision, MLX on a CPU also rounds the scores to half precision. In a model whose key biases are large,
     scores are large, and rounding them changes the logits as much as a bug would.

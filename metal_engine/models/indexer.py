@@ -215,7 +215,7 @@ def indexers(model: nn.Module) -> list[PagedIndex]:
 
 
 def index_kind(model: nn.Module, states: Iterable[object]) -> IndexKind | None:
-    """Return the kind of a model's first index, which is used for all indexes. None if no layer has an index.
+    """Return the kind of a model's first index, to use for all indexes. None if no layer has an index.
 
     Args:
         model: patched mlx-lm model.

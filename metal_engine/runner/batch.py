@@ -24,8 +24,8 @@ class PackedBatch:
     """Tokens and rows of one step, on the host: N tokens of B requests. R of the N rows sample.
 
     All arrays are int32. ``images`` lists the rows whose tokens have image features, and is None without such rows.
-    ``next_images`` lists the rows whose next tokens have image features, for a draft head. It is None without a draft
-    head, and without such rows.
+    ``next_images`` lists the rows whose next tokens have image features, for a draft head. Without a draft head or such
+    rows, ``next_images`` is None.
     """
 
     input_ids: np.ndarray  # [N]
@@ -224,7 +224,7 @@ class RequestTable:
         return int(self._num_prompt_tokens[index])
 
     def num_computed_tokens(self, index: int) -> int:
-        """Return how many tokens and drafts of a request have KV when all steps packed so far have ended."""
+        """Return how many tokens and drafts of a request have KV after all steps packed so far."""
         return int(self._num_computed[index])
 
     def slots(self, index: int, start: int, stop: int) -> np.ndarray:

@@ -170,8 +170,8 @@ def _bisect(values: mx.array, is_enough: Callable[[mx.array], mx.array]) -> mx.a
     Args:
         values: [R, V] float32, not negative.
         is_enough: function of a mask, [R, V] bool, that is True for each value up to the limit. It returns [R, 1] bool.
-            If it returns True for a limit, it must return True for all larger limits. It must return True for a mask
-            that is True everywhere.
+            If it returns True for a limit, it must return True for all larger limits. A mask that is True everywhere
+            must give True.
     """
     bits = values.view(mx.int32)
     low = mx.full((values.shape[0], 1), -1, mx.int32)  # not enough

@@ -61,8 +61,8 @@ def pull_only_head(name: HubName, download_dir: str | None) -> Path | None:
     """Download the draft head of a repository that has only a draft head.
 
     Returns:
-        Folder of the draft head. None, without a download, if the repository has a model or no draft head, or if it
-        cannot be read.
+        Folder of the draft head. If the repository has a model, lacks a draft head or cannot be read, nothing is
+        downloaded, and the result is None.
 
     Raises:
         Exception: the download failed (:func:`metal_engine.checkpoints.hub.download.download`).

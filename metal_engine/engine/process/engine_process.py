@@ -21,7 +21,7 @@ from metal_engine.settings.config import DeviceInfo
 
 logger = logging.getLogger(__name__)
 
-# Time that the process has to exit after it has closed its socket, so that its exit status is known.
+# Maximum wait, after the socket has closed, for the exit status of the process.
 _EXIT_SECONDS = 2.0
 # Time for a process that hangs to write the stacks of its threads.
 _DUMP_SECONDS = 0.3

@@ -44,7 +44,7 @@ class Proposer(Protocol):
     def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Record the result of a request's last proposal.
 
-        A step has tried the first ``num_drafts`` tokens of the proposal, and accepted the first ``num_accepted`` tokens.
+        A step has tried the first ``num_drafts`` tokens of the proposal, and accepted the first ``num_accepted``.
         """
 
     def forget(self, request_id: str) -> None:

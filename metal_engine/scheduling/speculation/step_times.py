@@ -101,9 +101,9 @@ class StepTimes:
         """Return the durations in seconds of steps of ``num_rows``, ``num_rows + 1``, ... ``num_rows + most`` rows.
 
         The result is empty if no step of ``num_rows`` rows or fewer has been measured twice. Durations between measured
-        sizes are interpolated linearly. Above the largest measured size, the time of that size is repeated, so that
-        larger sizes are tried: up to a quarter above that size, or up to ``_ALWAYS_TRIED`` rows if that is more. A
-        result that is not empty has at least the entry for ``num_rows``.
+        sizes are interpolated linearly. The time of the largest measured size is repeated for larger sizes, so that
+        these are tried: sizes up to a quarter larger, and sizes up to ``_ALWAYS_TRIED`` rows. A result that is not
+        empty has at least the entry for ``num_rows``.
         """
         known = sorted((size, entry) for size, entry in self._sizes.items() if entry.is_sure)
         above = bisect_right(known, num_rows, key=lambda pair: pair[0])
