@@ -20,7 +20,7 @@ class CallEndSearch(Protocol):
     """Search for the end of one tool call."""
 
     def find(self, text: str) -> tuple[int, str] | None:
-        """Return the position of the call's closing mark in ``text``, and the mark. None: it has not arrived yet.
+        """Return the position of the call's closing mark in ``text``, and the mark. None if ``text`` lacks the mark.
 
         Args:
             text: text of the call so far. It begins with the text of the previous search.

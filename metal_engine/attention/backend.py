@@ -80,7 +80,7 @@ class StepAttention(Protocol):
         chunk: int | None = None,
         selection: KeySelection | None = None,
     ) -> mx.array:  # [N, num_heads, v_head_dim], dtype of q
-        """Compute attention of every packed row over its request's K and V, including those written in this step.
+        """Compute attention of every packed row over its request's K and V, including the rows of this step.
 
         Args:
             q: queries, [N, num_heads, head_dim].

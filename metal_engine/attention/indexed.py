@@ -313,7 +313,7 @@ def attend_selected(
         owner: the attention of the step, see :meth:`SelectionPlan.full_attention`.
         for_step: function of the backend that plans a step's attention.
         q: queries.
-        state: keys and values, which include those of this step.
+        state: keys and values, including the rows of this step.
         scale: factor of the scores.
         attend_tile: function that computes the rows of a tile.
     """

@@ -133,7 +133,8 @@ def find_answer_format(
         model_type: type of the model, as in its ``config.json``.
 
     Raises:
-        ConfigError: there is no format with one of these names, or mlx-lm lacks the parser of the tool calls.
+        ConfigError: there is no format with one of these names, the tokenizer names an invalid parser, or mlx-lm lacks
+            the parser of the tool calls.
     """
     if tool_call_parser not in TOOL_PARSER_CHOICES:
         raise ConfigError("--tool-call-parser", f"{tool_call_parser}: there is no such format")

@@ -210,7 +210,7 @@ def _versions() -> dict[str, str]:
 def open_group(args: EngineArgs) -> RankGroup:
     """Join the group of ranks that the settings define, and wait for all ranks. Call it in the engine's thread.
 
-    If no launcher has started this process, it starts the other ranks on this machine.
+    If no launcher has started this process, this process starts the other ranks on this machine.
 
     Raises:
         ConfigError: the settings do not fit the group, or differ between ranks.

@@ -173,7 +173,7 @@ class RecurrentState:
     def detach_arrays(self, name: str, reads: Slots, writes: Slots) -> mx.array:
         """Return the initial states of a decode step, [b, ...]. :meth:`attach_arrays` stores the states after the step.
 
-        The arguments and side effects are those of :meth:`take` for a single group.
+        Has the arguments and side effects of :meth:`take`, for a single group.
         """
         (states,) = self.take(name, [reads], [writes])
         assert states is not None

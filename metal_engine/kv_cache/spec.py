@@ -139,7 +139,8 @@ class QuantizedKVSpec(StateSpec):
     """Keys and values, or latents, stored as integers of a few bits, with a scale and a bias per group of numbers.
 
     :func:`mlx.core.quantize` turns a row of keys into ``keys``, uint32 [num_kv_heads, head_dim * bits / 32], and
-    ``key_scales`` and ``key_biases``, each [num_kv_heads, head_dim / group_size]. Values, if any, are stored likewise.
+    ``key_scales`` and ``key_biases``, each [num_kv_heads, head_dim / group_size]. Values, if the spec has them, are
+    stored in the same form.
 
     Attributes:
         full: spec of the unquantized state.

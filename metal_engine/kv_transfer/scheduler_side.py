@@ -200,7 +200,7 @@ class KVConnectorScheduler:
     # --- saves ----------------------------------------------------------------------------------------------
 
     def queue_saves(self, request: Request, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Have the next plan save blocks, except blocks that came from the store. No effect for a consumer.
+        """Have the next plan save blocks, except blocks that came from the store. No effect if the engine only loads.
 
         The blocks must be complete after the step of that plan.
         """

@@ -41,7 +41,8 @@ class LoadTicket:
 
     Attributes:
         hashes: hashes of the wanted blocks, in the order of the prompt.
-        follow: True if a producer is still computing the blocks. The load then waits for blocks that are missing.
+        follow: True if another engine, the producer, is still computing the blocks. The load then waits for missing
+            blocks.
         blocks: blocks that have arrived: hash -> uint8 [block bytes].
         prefix: hashes of the blocks before ``hashes``, which are in the local cache already.
         state: last recurrent state that the store had for ``prefix`` and ``blocks``: the hash of the last block before

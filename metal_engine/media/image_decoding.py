@@ -132,7 +132,7 @@ def _on_white(image: Image.Image, low: Image.Image | None) -> Image.Image:
 def _low_bytes(image: Image.Image) -> Image.Image | None:
     """Return an image of the low bytes of a 16-bit RGB PNG with a transparent color; None for all other images.
 
-    Pillow drops the low bytes. Without them, colors close to the transparent color would be transparent, too.
+    Pillow drops the low bytes. Without these bytes, colors close to the transparent color would be transparent, too.
     """
     if not isinstance(image, PngImageFile) or "transparency" not in image.info or image.tile[0].args != "RGB;16B":
         return None

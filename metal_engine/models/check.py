@@ -1,7 +1,7 @@
 """Check at load that a model runs correctly over the paged cache.
 
-Runs two short requests in packed steps, chunk by chunk. Compares their logits with those of mlx-lm's forward pass over
-mlx-lm's own cache.
+Runs two short requests in packed steps, chunk by chunk. Compares the logits with the result of mlx-lm's forward pass
+over mlx-lm's own cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares, during the check at load, the keys that indexes select with those that mlx-lm's own indexes select.
+"""Compares two selections of keys during the check at load: by indexes in packed steps, and by mlx-lm's own indexes.
 
 On both sides, each layer selects fewer keys than the check's requests have. If two keys have nearly equal scores,
 rounding decides which of them is selected. If the sides select different keys, all later layers compute different

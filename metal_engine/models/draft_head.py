@@ -154,7 +154,7 @@ def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequan
     Args:
         model: a loaded mlx-lm model.
         weights: weights of the head in the checkpoint.
-        dtype: type of floating-point weights, scales and biases, except those that MLX or mlx-lm needs in float32.
+        dtype: type of floating-point weights, scales and biases, except arrays that MLX or mlx-lm needs in float32.
         dequantize: True to dequantize all weights.
 
     Raises:

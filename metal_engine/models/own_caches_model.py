@@ -44,7 +44,7 @@ def open_paged_model(
 ) -> PagedModel:
     """Return a model for packed steps, or an :class:`OwnCachesModel` if a layer has an unknown kind of cache.
 
-    The arguments and exceptions are those of :class:`PagedModel`. An :class:`OwnCachesModel` ignores ``recurrence`` and
+    :class:`PagedModel` describes the arguments and exceptions. An :class:`OwnCachesModel` ignores ``recurrence`` and
     ``kv_cache_dtype``.
     """
     try:

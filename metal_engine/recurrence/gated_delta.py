@@ -52,7 +52,7 @@ def gated_delta_update(
 
     Args:
         q: queries, [B, T, Hk, Dk], normalized by mlx-lm's ``normalize_qk``.
-        k: keys, [B, T, Hk, Dk], normalized likewise.
+        k: keys, [B, T, Hk, Dk], normalized in the same way.
         v: values, [B, T, Hv, Dv]. Hv is a multiple of Hk.
         a: inputs of the gates, [B, T, Hv], or [B, T, Hv, Dk] for gates per key element.
         b: inputs of the step sizes, [B, T, Hv].

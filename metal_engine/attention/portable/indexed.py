@@ -38,7 +38,7 @@ def select_keys(
     Args:
         plan: plan of the step.
         index: queries of the index.
-        state: keys of the index, which include those of this step.
+        state: keys of the index, including the rows of this step.
         common: function that returns the selection that all ranks use, given this rank's selection.
     """
     selected: list[mx.array] = []

@@ -38,7 +38,7 @@ class MlxVlmEncoder:
             they are loaded.
         image_token_id: token that stands for a feature in mlx-vlm's prompts.
 
-    The attributes ``axes``, ``num_deep_layers`` and ``bidirectional_layers`` are those of the interface.
+    The interface describes the attributes ``axes``, ``num_deep_layers`` and ``bidirectional_layers``.
     """
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, dtype: mx.Dtype) -> None:

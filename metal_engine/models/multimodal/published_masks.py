@@ -23,7 +23,8 @@ from metal_engine.prompt_images import PromptImage
 def published_masks(language_model: nn.Module, images: Sequence[PromptImage]) -> Iterator[None]:
     """Make a language model of mlx-vlm use the published masks for a whole prompt, within a ``with`` block.
 
-    Replaces a function in the module of the model's class, so no other thread may run such a model meanwhile.
+    Replaces a function in the module of the model's class. Within the block, no other thread may run a model of this
+    class.
 
     Args:
         language_model: language model of mlx-vlm.

@@ -1,4 +1,4 @@
-"""Attention that convolves keys and values with those of the token before (Baichuan M1).
+"""Attention that convolves each token's keys and values with the keys and values of the token before (Baichuan M1).
 
 The state of such a layer is the key and the value of a request's last token, before the convolution.
 """

@@ -1,8 +1,8 @@
 """Installs our caches in a model's recurrent layers, in one of two ways.
 
 By function: a module runs once over all packed rows, so its weights are read once. Only its convolutions and
-recurrences process segments. This requires that each array of the module's cache belongs to one of them, according to
-the recorded run of the model:
+recurrences process segments. This requires that each array of the module's cache belongs to a convolution or to a
+recurrence, according to the recorded run of the model:
 
 - An array belongs to a convolution if it was equal to the end of the convolution's input.
 - An array belongs to a recurrence if a recurrence in :mod:`metal_engine.models.recurrent.recurrences` received it

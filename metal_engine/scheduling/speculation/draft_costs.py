@@ -27,7 +27,10 @@ _HEAD_GUESS = 0.3
 
 
 class DraftModelProposer(PredictedTextProposer):
-    """Proposer of drafts from a predicted text, or else of drafts that the draft model fills in."""
+    """Proposer of drafts from a predicted text, or of placeholders that the draft model replaces.
+
+    Placeholders are proposed if the request follows no predicted text.
+    """
 
     def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
         return [UNKNOWN_DRAFT] * num_tokens

@@ -209,7 +209,7 @@ class PredictedTextProposer(ABC):
 
 
 class NgramProposer(PredictedTextProposer):
-    """Proposer of drafts from a predicted text, or else by prompt lookup.
+    """Proposer of drafts from a predicted text, or by prompt lookup if the request follows no predicted text.
 
     A lookup proposes nothing until all tokens of the request are indexed. A step indexes at most ``TOKENS_PER_STEP``
     tokens of all requests together.

@@ -255,8 +255,8 @@ class Proposals:
     def pick_probe_request(self, requests: list[Request]) -> Request | None:
         """Return one of ``requests`` to probe: it gets a draft that is not expected to be worth its cost.
 
-        The requests take turns. None if there are no requests, if the next request would get a looked-up draft, or if
-        its draft exceeds the time budget for probes.
+        The requests take turns. None if there are no requests, if the next request would get no draft of the runner, or
+        if this draft exceeds the time budget for probes.
         """
         if self._costs is None or not requests:
             return None

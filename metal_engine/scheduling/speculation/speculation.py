@@ -178,7 +178,8 @@ class Speculation:
     def add_drafts(self, plan: SchedulerOutput, budget: StepBudget, running: Mapping[str, Request]) -> None:
         """Add drafts to the requests that sample in the plan, within the remaining budget.
 
-        Adds no drafts to a plan that is made asynchronously, while another step is in flight.
+        Adds no drafts to a plan that is made asynchronously, while another step is in flight. For other plans, also
+        fills in ``plan.draft_model_req_ids``.
         """
         scheduled = plan.num_scheduled_tokens
         if not scheduled:
