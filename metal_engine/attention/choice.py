@@ -269,7 +269,7 @@ class BackendChoice:
 
 
 def _unsupported_property(kind: AttentionKind, block_size: int) -> str:
-    """Return a short description of the unsupported property."""
+    """Return a short description of the property of ``kind`` that the kernel does not support."""
     if block_size not in BLOCK_SIZES:
         return f"block size {block_size}"
     if kind.dtype != kind.spec.dtype:

@@ -17,7 +17,7 @@ _INDEX = re.compile(r"\blayers\.(\d+)\.self_attn\.indexer\.")
 
 
 def check_indexes(name: str, config: dict[str, Any], tensor_names: Iterable[str] = ()) -> None:
-    """Refuse a model in which some layers lack an index, and use the selection of an earlier layer instead.
+    """Refuse a model whose layers do not all have an index: a layer without one uses the selection of an earlier layer.
 
     mlx-lm creates an index in every layer. The selections of an index without weights would be random.
 

@@ -111,7 +111,7 @@ class RankFailureMonitor:
 class StepTimeout:
     """Context manager around a wait of rank 0 for a step. Reports a loss if the wait exceeds the time limit of a step.
 
-    Heartbeats do not detect a rank that computes no further. A separate thread counts the time in parts, so that the
+    Heartbeats do not detect a rank that has stopped computing. A separate thread counts the time in parts, so that the
     time does not advance while this process is stopped.
 
     Args:

@@ -121,7 +121,7 @@ class StatePool:
 
     @property
     def bytes_per_request(self) -> int:
-        """Return the bytes per request, independent of its length, that all layers store together."""
+        """Return the bytes that all layers together store for each request, whatever the request's length."""
         return sum(state.spec.bytes_per_request for state in self.states)
 
     @property

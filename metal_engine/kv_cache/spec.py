@@ -49,7 +49,7 @@ class StateSpec:
 
     @property
     def bytes_per_request(self) -> int:
-        """Return the bytes that the layer stores for each request, independent of its length."""
+        """Return the bytes that the layer stores for each request, whatever the request's length."""
         return sum(array.nbytes for array in self.request_arrays.values())
 
 
@@ -246,7 +246,7 @@ class OwnCachesSpec(StateSpec):
 
 @dataclass(frozen=True)
 class RecurrentSpec(StateSpec):
-    """A layer that carries a state from token to token: a few arrays of fixed size for each request.
+    """State of a layer that carries a state from token to token: a few arrays of fixed size for each request.
 
     Attributes:
         entries: shape (without the batch axis) and type of each entry of the layer's mlx-lm cache, in order.

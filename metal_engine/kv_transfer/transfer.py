@@ -82,7 +82,7 @@ class LoadTicket:
 
 
 class KVTransfer:
-    """Load and save threads between a store and the engine.
+    """Threads that load KV from a store, and save KV to the store.
 
     Args:
         store: store of the blocks.

@@ -15,7 +15,7 @@ _MOST_NEWLINES = 32
 
 
 class NewlineJoiner:
-    """Replaces two newline tokens at a border between a text and an image of a prompt by one token.
+    """Joins two newline tokens into one token where a text and an image of a prompt meet.
 
     Args:
         encode: encodes a text within a prompt to token ids.

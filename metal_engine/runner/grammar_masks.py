@@ -88,7 +88,7 @@ def without(mask: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 
 
 def apply_masks(logits: mx.array, masks: np.ndarray) -> mx.array:
-    """Exclude the tokens whose bits are not set: [G, V] float32, masks [G, W] int32 -> [G, V] float32."""
+    """Set the logits of excluded tokens, whose bits are 0, to -inf: [G, V] float32, [G, W] int32 -> [G, V] float32."""
     if not computes_on_cpu():
         from llguidance.mlx import apply_token_bitmask
 

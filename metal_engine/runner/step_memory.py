@@ -1,4 +1,4 @@
-"""Measures the memory of the largest step, beside weights and KV cache, by running it before the cache is sized."""
+"""Measures how much memory the largest step takes besides weights and KV cache. Runs it before the cache is sized."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Admissions:
             self._enqueue(request)
 
     def enqueue_loaded(self) -> None:
-        """Queue the requests whose KV loads have ended, even without all blocks. Each keeps its place in the order."""
+        """Queue the requests whose KV loads have ended, even if KV is missing. Each keeps its place in the order."""
         if self._connector is None or not self.loading:
             return
         for request_id in self._connector.take_ended_loads():

@@ -343,7 +343,7 @@ class FrameOf(Message):
 
 
 class Ended(Message):
-    """The engine has ended. ``message`` is the reason for its clients."""
+    """The engine has ended. ``message`` is the reason, as clients receive it."""
 
     message: str
 

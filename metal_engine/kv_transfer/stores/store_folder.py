@@ -268,7 +268,7 @@ def _is_own_file(entry: os.DirEntry[str], names: tuple[str, ...]) -> bool:
 
 
 def _other_things(folder: int, names: tuple[str, ...] = ()) -> str | None:
-    """Return the relative path of a foreign entry, in a directory without a marker. None if stores made all entries."""
+    """Return the relative path of an entry of the directory that no store has made; None if stores made all entries."""
     with os.scandir(folder) as found:
         entries = list(found)
     forms = (_FINGERPRINT, _DIGITS)[len(names) :]
