@@ -1,4 +1,4 @@
-"""Trusted certificates of downloads."""
+"""Trusted certificates for downloads."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def receive_into(view: memoryview, channel: socket.socket) -> bool:
 
 
 def _fill(view: memoryview, channel: socket.socket, deadline: float, is_shared: bool) -> bool:
-    """Receive bytes until ``view`` is full. Return False if a side closes the socket, or after ``deadline``.
+    """Receive bytes until ``view`` is full. Return False if either side closes the socket, or after ``deadline``.
 
     Raises Cancelled if the request was cancelled, unless ``is_shared``.
     """

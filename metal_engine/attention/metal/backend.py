@@ -334,13 +334,13 @@ class MetalBackend:
         return self.quantized_attention if shape.bits else self.attention
 
     def without_tensor_ops(self) -> MetalBackend:
-        """Return a backend with the same kernels, except those for tensor operations."""
+        """Return a backend with the same kernels, except the kernels for tensor operations."""
         other = copy(self)
         other.tensor_attention = other.quantized_tensor_attention = None
         return other
 
     def without_index_kernels(self) -> MetalBackend:
-        """Return a backend with the same kernels, except those that select keys. MLX's operations select keys."""
+        """Return a backend without the kernels of indexes. MLX's operations select keys instead."""
         other = copy(self)
         other.index_kernels = None
         return other

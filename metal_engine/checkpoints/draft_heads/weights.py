@@ -1,7 +1,7 @@
 """Reads the weights of a draft head (multi-token prediction). mlx-lm drops these weights when it loads a model.
 
 The weights of a block are named like a layer of the model with the same structure, and converted by the model's
-``sanitize`` method. This stacks experts, splits latents and shifts norms in mlx-lm's way for that architecture.
+``sanitize`` method. The conversion stacks experts, splits latents and shifts norms as mlx-lm does for the architecture.
 """
 
 from __future__ import annotations

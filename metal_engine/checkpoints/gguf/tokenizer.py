@@ -63,7 +63,7 @@ def _pattern(digits: str) -> Callable[[], list[Any]]:
 def _cased_pattern(digits: str, endings: str) -> Callable[[], list[Any]]:
     """Return a function that creates GPT-4o's pre-tokenizers.
 
-    A capital inside a word starts a new piece, and marks stay with their letters. ``digits`` and ``endings`` are
+    A capital inside a word starts a new piece. Combining marks stay with their letters. ``digits`` and ``endings`` are
     regular expressions for a piece of digits and for the end of a word, such as "'s".
     """
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"

@@ -59,7 +59,7 @@ class Channel:
         threading.Thread(target=self._write, name="engine-outbox", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Send a message, or append it to the unsent bytes. Blocks only without ``stall_seconds``, as described there.
+        """Send a message, or append it to the unsent bytes. May block if the channel has no ``stall_seconds``.
 
         If this end is closed or the peer has closed the socket, the message is dropped.
 

@@ -46,7 +46,7 @@ class Spawner:
         return self._thread.submit(self._take).result()
 
     def prepare_spare(self) -> None:
-        """Start a spare process, and do not wait for it. No effect if there is one."""
+        """Start a spare process without waiting for it. No effect if a spare process runs."""
         self._thread.submit(self._prepare)
 
     def device(self) -> DeviceInfo:

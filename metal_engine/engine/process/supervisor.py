@@ -95,7 +95,7 @@ class EngineSupervisor:
         return self._restartable.current
 
     def launch(self) -> None:
-        """Start the process, and do not wait for it."""
+        """Start the process without waiting for it."""
         if self._thread.ident is None:
             self._thread.start()
 
