@@ -255,8 +255,8 @@ class Proposals:
     def pick_probe_request(self, requests: list[Request]) -> Request | None:
         """Return one of ``requests`` to probe: it gets a draft that is not expected to be worth its cost.
 
-        The requests take turns. None if there are no requests, if the next request would get no draft of the runner, or
-        if this draft exceeds the time budget for probes.
+        The requests take turns. The draft must come from the runner, and the time budget for probes must allow it.
+        Return None if the next request does not meet these conditions, or if there are no requests.
         """
         if self._costs is None or not requests:
             return None
