@@ -136,7 +136,7 @@ class LLM:
 
         Each answer is split into content, reasoning and tool calls. If special tokens mark these parts, the result's
         ``text`` includes special tokens. A structured output begins after the reasoning. If the grammar of the format
-        is known, the text of a tool call follows the tool's schema, from the mark that begins the call.
+        is known, the text after the mark that begins a tool call must match the tool's schema.
 
         Images are parts of a message's content (:func:`metal_engine.media.local_messages.split_images`): paths of files
         or ``data:`` URLs.

@@ -18,7 +18,7 @@ class Adapter:
         slot: slot that holds its weights, 1 or more. If the engine runs in another process, a key of the adapter
             instead (:class:`metal_engine.engine.process.remote_adapters.RemoteAdapters`).
         rank: LoRA rank.
-        fingerprint: hash of its name and weights in hex digits, which is part of the block hashes of its requests.
+        fingerprint: hash of the adapter's name and weights, in hex digits. The block hashes of its requests include it.
         base_model_name: declared base model of the adapter; None: the served model.
     """
 

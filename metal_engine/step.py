@@ -184,8 +184,8 @@ class Drafting:
         token_ids: request id -> drafts, for the requests whose drafts are :data:`UNKNOWN_DRAFT` in the plan. There are
             fewer drafts than planned if the draft model lacks KV of the request's tokens, if the head has kept no
             output of the step before, or if a draft would end the request. The list can be empty.
-        num_computed_tokens: request id -> number of leading tokens and drafts with KV of the draft model, for the
-            requests that it ran for.
+        num_computed_tokens: request id -> number of leading tokens and drafts with KV of the draft model. Has only the
+            requests for which the draft model ran.
         seconds: total time of the draft model or head, in seconds.
         num_tokens: number of tokens whose missing KV the draft model computed before it drafted. Excludes the drafts
             and each request's token directly before its drafts.

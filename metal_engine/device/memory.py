@@ -19,7 +19,7 @@ _CPU_CACHE_BYTES = 32 << 20, 64 << 20
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the available RAM of the machine in bytes, or of a control group of this process if that has less.
+    """Return the available RAM in bytes: the machine's, or the RAM of a control group of this process if it has less.
 
     Systems without ``/proc`` (macOS) do not report the available RAM. There, the result is the total RAM.
 

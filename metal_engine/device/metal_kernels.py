@@ -1,4 +1,4 @@
-"""Common parts of this package's Metal kernels: loading of their source, and preparation of their inputs."""
+"""Functions for all Metal kernels of this package: they load the kernels' source, and prepare inputs."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def private_folder(path: Path) -> Path:
         The absolute path of the folder, without links.
 
     Raises:
-        NotPrivateError: the folder belongs to another user or is a link, or other users can write to it, or replace it
-            or a folder above it.
+        NotPrivateError: the folder is a link or belongs to another user, other users can write to it, or other users
+            can replace it or a folder above it.
         OSError: the folder cannot be created.
     """
     path = Path(os.path.abspath(path))

@@ -209,7 +209,7 @@ class EngineCore:
         runs.
 
         If a step raises, its requests are preempted and computed again. A request is a suspect after two failed steps
-        since its last token, and suspects run one at a time until they have a token. A third failed step fails the
+        since its last token, and suspects run one at a time until they get a token. A third failed step fails the
         request. If no step has succeeded between three failures of the device, the device may be broken. An engine with
         ``is_replaceable`` then raises RunnerLostError, so that a new process can continue the requests.
 

@@ -70,7 +70,7 @@ class ConvolutionPlan:
     All segments form one sequence. Each segment follows the ``keep`` inputs that are stored in its initial state.
 
     Attributes:
-        source: [N + B * keep] int32, the sequence as indices into an array with the states, [B * keep, C], followed by
+        source: [N + B * keep] int32, the sequence as indices into the concatenation of the states, [B * keep, C], and
             the packed rows, [N, C].
         outputs: [N] int32, index of each packed row's output in the convolution's result.
         last: [B, keep] int32, indices in the sequence of the inputs that each segment keeps for the next step.

@@ -45,12 +45,12 @@ class LoadTicket:
             blocks.
         blocks: blocks that have arrived: hash -> uint8 [block bytes].
         prefix: hashes of the blocks before ``hashes``, which are in the local cache already.
-        state: last recurrent state that the store had for ``prefix`` and ``blocks``: the hash of the last block before
-            the state, and the state as uint8 [state bytes]. None if no state has arrived.
+        state: last recurrent state that the store had for ``prefix`` and ``blocks``, as a pair: the hash of the block
+            before the state, and the state, uint8 [state bytes]. None if no state has arrived.
         min_state_blocks: number of prompt blocks after which the producer saves a state. With ``follow``, the load
             waits for that state. 0 if the load ends before that state.
-        has_answered: True if the store has responded at least once, or is not queried now: it pauses, or the load waits
-            for host memory.
+        has_answered: True if the store has responded at least once. Also True if the store is not queried, because it
+            pauses or because the load waits for host memory.
         is_done: True if nothing more will arrive.
         is_cancelled: True if the caller has ended the load.
         error: reason why the load ended early, such as a failure of the store; otherwise None.

@@ -116,8 +116,8 @@ def admit_head(
         requirements: requirements of the model, which fits on its own.
 
     Returns:
-        The reason not to use the head, if the method is ``auto`` and the head does not fit or its files are invalid;
-        otherwise None.
+        With the method ``auto``, the reason not to use the head, if it does not fit or its files are invalid. None in
+        all other cases.
 
     Raises:
         ModelLoadError: the method is ``mtp``, and the head does not fit or its files are invalid.

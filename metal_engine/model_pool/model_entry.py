@@ -68,8 +68,8 @@ class Load:
     Attributes:
         done: future that resolves to None when the model is loaded, or raises the reason of the failure.
         may_evict: True if other models may be unloaded for this load.
-        num_bytes: memory of the model in bytes: the last claim of this load, or the last claim of earlier loads before
-            this load's first claim. 0 if memory was never claimed for the model.
+        num_bytes: memory of the model in bytes, according to the last claim of this load. Before this load's first
+            claim, according to the last claim of earlier loads; 0 if there were no claims.
         num_waiting: number of callers that await the load.
         is_cancelled: True if an unload of the model was requested after the load.
         was_given_up: True if the load's thread ended early: the load was cancelled, or its waiters have left.

@@ -36,9 +36,9 @@ class SelectionCheck:
         paged: model to check.
 
     Attributes:
-        worst: largest difference between the score of a key that only one side selects and the score of a key that
-            only the other side selects, relative to the size of the row's scores. Infinite if a row selects too few or
-            too many keys, or keys after the row.
+        worst: largest difference in score between two keys of a row, relative to the size of the row's scores. Only one
+            side selects the first key, and only the other side the second. Infinite if a row selects too few or too
+            many keys, or keys after the row.
     """
 
     def __init__(self, paged: PagedModel) -> None:
@@ -95,8 +95,8 @@ class _ComparingCache(IndexOwner):
 
         Returns:
             The selection of the packed steps, in the format of :meth:`PagedIndex.result`. None if mlx-lm's index
-            selects no keys. If a row of the packed steps selected a different number of keys or a key after the row,
-            ``worst`` becomes infinite, and the result is the selection of mlx-lm's index.
+            selects no keys. If a row of the packed steps selected a different number of keys, or a key after the row,
+            the result is the selection of mlx-lm's index, and ``worst`` becomes infinite.
         """
         own = index.own_selection(x, qr, mask, self._own)
         if own is None:

@@ -130,9 +130,9 @@ def _layer_width(model_type: str, text_config: dict[str, Any], paged: PagedModel
     """Return the largest number of values per token that a layer computes at once, to estimate a step's memory.
 
     This is the number of outputs of the widest matrix, without convolutions and matrices with one output per vocabulary
-    token. The outputs of stacked experts are multiplied by the number of active experts, or of all experts if it is
-    unknown. If layers compute an array of the recurrent states of all tokens (Jamba), the result is at least the size
-    of a state.
+    token. The outputs of stacked experts are multiplied by the number of active experts, or by the number of all
+    experts if the active ones are unknown. If layers compute an array of the recurrent states of all tokens (Jamba),
+    the result is at least the size of a state.
     """
     num_experts = text_config.get("num_experts_per_tok") or text_config.get("top_k_experts") or 1 << 30
     convolutions = {name for name, module in paged.model.named_modules() if isinstance(module, nn.Conv1d)}

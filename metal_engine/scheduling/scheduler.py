@@ -320,7 +320,7 @@ class Scheduler:
                 return None
 
     def _preempt(self, request: Request) -> None:
-        """Free a running request's blocks and queue it again, or load its KV from a store, so that it resumes later."""
+        """Free a running request's blocks. Queue the request again, or start to load its KV from a store."""
         del self.running[request.request_id]
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0

@@ -119,9 +119,9 @@ class PrefillAllocator:
     """Divides the budget that decodes leave in a step among prefills.
 
     Each added request first gets the minimum allotment: a block, or the remaining prompt if that is shorter. No
-    allotment ends within an image whose tokens attend to each other: if the minimum would, it includes the whole image.
-    :meth:`spread` then divides the remaining budget evenly, and gives tokens that one request cannot use to other
-    requests.
+    allotment ends within an image whose tokens attend to each other. A minimum allotment that would end there includes
+    the whole image. :meth:`spread` then divides the remaining budget evenly, and gives tokens that one request cannot
+    use to other requests.
 
     Args:
         step: budget left by decodes. Allotted tokens are subtracted from it.

@@ -295,8 +295,8 @@ def columns_of_loads(shape: AttentionShape, parts: int) -> tuple[int, int, int]:
     """Return the division of a key in direct items.
 
     Returns:
-        Columns of a key that a lane loads at a time, columns of a latent's position part that a lane loads at a time,
-        and fragments of a key in each part.
+        Three numbers: columns of a key that a lane loads at a time, columns of a latent's position part that a lane
+        loads at a time, and fragments of a key in each part.
     """
     if not shape.is_latent:
         columns = _columns_of_load(shape.head_dim, shape, parts)

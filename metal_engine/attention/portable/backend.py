@@ -212,7 +212,7 @@ class PortableBackend:
 def _decodes_as_arrays(
     rows: StepRows, window: int | None, dims: Dims, limits: Limits, chunk: int | None
 ) -> list[mx.array] | None:
-    """Return the keys that each row reads, and a mask of the keys that it sees, in arrays of sizes that steps share.
+    """Return the keys that each row reads, and a mask of the keys that the row sees. Steps share the arrays' sizes.
 
     Every packed row is treated as a request with one row, even if several rows belong to one request. All rows are
     padded to the same number of keys, as in the drawing of a group in ``planning``.

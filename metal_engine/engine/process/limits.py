@@ -29,7 +29,7 @@ class ProcessLimits:
             whose steps are slow, or whose kernels were compiled slowly at load.
         load_seconds: minimum time after which a new process that loads the model again is killed.
         spare_delay: time from the start of an engine to the start of its spare process, whose imports take a second of
-            a core. While the engine has requests, the time is longer by :data:`BUSY_DELAY_SECONDS`.
+            CPU time. While the engine has requests, the delay is longer by :data:`BUSY_DELAY_SECONDS`.
     """
 
     max_restarts: int = 10

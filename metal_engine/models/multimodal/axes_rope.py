@@ -42,8 +42,8 @@ def use_axes(model: nn.Module, axes: Axes) -> None:
     """Make a model's rotary embeddings use the axes of steps that have them.
 
     Raises:
-        UnsupportedModelError: the model has no ``nn.RoPE``, or the number of frequencies of one differs from the sum of
-            the axes' sections.
+        UnsupportedModelError: the model has no ``nn.RoPE``, or the number of frequencies of an ``nn.RoPE`` differs from
+            the sum of the axes' sections.
     """
     ropes = [module for module in model.modules() if isinstance(module, nn.RoPE)]
     if not ropes or any(rope.dims // 2 != sum(axes.sections) for rope in ropes):

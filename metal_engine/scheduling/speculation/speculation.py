@@ -278,8 +278,8 @@ class Speculation:
         """Return the leading drafts of each request that are worth their cost.
 
         Args:
-            may_pay: True if no comparison with an asynchronously planned step is needed: the comparison was made
-                before, in favor of the drafts, or no step could have been planned asynchronously.
+            may_pay: True if the drafts need no comparison with an asynchronously planned step. Either an earlier
+                comparison favored the drafts, or no step could have been planned asynchronously.
         """
         if not proposals:
             return []
