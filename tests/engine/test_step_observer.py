@@ -12,8 +12,9 @@ from metal_engine.engine.step_observer import MAX_ROWS, Frame, StepObserver
 from metal_engine.server.page.events import FRESH, SAMPLES, frame_data, piece_data
 from metal_engine.server.page.pool_mirror import PoolMirror, runs_of
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import make_prompt
 from tests.support.pool_picture import PoolPicture
+from tests.support.scheduler_harness import SchedulerHarness
 from tests.support.speculation import speculative_config
 
 

@@ -8,8 +8,9 @@ from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.request import Request, RequestOptions, RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import make_prompt
 from tests.support.fake_kv_transfer import FakeTransfer
+from tests.support.scheduler_harness import SchedulerHarness
 
 BLOCK_SIZE = 4
 

@@ -15,8 +15,9 @@ from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.request import RequestOptions
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.scheduling.test_scheduler_stateful import _QUICK, SchedulerMachine
-from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import make_prompt
 from tests.support.fake_kv_transfer import FakeTransfer
+from tests.support.scheduler_harness import SchedulerHarness
 from tests.support.speculation import speculative_config
 
 

@@ -21,7 +21,7 @@ from metal_engine.kv_transfer.stores.choice import open_store
 from metal_engine.kv_transfer.stores.disk import DiskStore
 from metal_engine.kv_transfer.stores.store_folder import MARKER, NotAStoreError
 from metal_engine.settings.args import EngineArgs
-from tests.kv_transfer.test_stores import ANOTHER_MODEL, FINGERPRINT, LAYOUT, hashes, make_layout, stored
+from tests.support.kv_blocks import ANOTHER_MODEL, FINGERPRINT, LAYOUT, hashes, make_layout, stored
 
 SIZE = len(stored(0)[0][1])
 DIGEST = "ab" * 32

@@ -19,7 +19,7 @@ from metal_engine.kv_transfer.stores.choice import open_store
 from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.settings.args import EngineArgs
-from tests.kv_transfer.test_stores import (
+from tests.support.kv_blocks import (
     DEADLINE,
     FINGERPRINT,
     LAYOUT,

@@ -17,7 +17,8 @@ from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
 from tests.scheduling.test_scheduler_stateful import SchedulerMachine
-from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import make_prompt
+from tests.support.scheduler_harness import SchedulerHarness
 
 PLACEHOLDER = 7
 

@@ -13,7 +13,8 @@ from metal_engine.scheduling import prefix_cache
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.prefix_cache import extend_block_hashes, prompt_block_hashes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import make_prompt
+from tests.support.scheduler_harness import SchedulerHarness
 
 
 def make_harness(budget: int = 64, *, num_blocks: int = 64, depth: int = 1, partial: int = 1) -> SchedulerHarness:

@@ -14,7 +14,8 @@ from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.token_allotment import check_fits
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput
-from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import make_prompt
+from tests.support.scheduler_harness import SchedulerHarness
 
 
 def make_harness(

@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from metal_engine.pooling_params import POOLING_TYPES
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
-from tests.support.fake_kv_runner import FakeKVRunner, FakeStep, SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import FakeKVRunner, FakeStep, make_prompt
+from tests.support.scheduler_harness import SchedulerHarness
 from tests.support.speculation import draft_model_config, speculative_config
 
 

@@ -23,7 +23,8 @@ from metal_engine.scheduling.token_allotment import (
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, DeviceInfo, ModelInfo, SchedulerConfig
 from metal_engine.settings.resolve import resolve_config
-from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import make_prompt
+from tests.support.scheduler_harness import SchedulerHarness
 
 
 def make_harness(

@@ -20,7 +20,8 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 from metal_engine.request import RequestOptions
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.scheduling.test_scheduler_stateful import _QUICK, SchedulerMachine
-from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import make_prompt
+from tests.support.scheduler_harness import SchedulerHarness
 
 
 class KnobsMachine(SchedulerMachine):

@@ -18,7 +18,8 @@ from metal_engine.scheduling.speculation.step_times import StepTimes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from tests.scheduling.speculation.test_draft_lengths import KINDS, memory_bound, run
 from tests.scheduling.speculation.test_speculation import RightDrafts, kinds_of, make_harness
-from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import make_prompt
+from tests.support.scheduler_harness import SchedulerHarness
 from tests.support.speculation import FreeDrafts, KnownAheadTimes, draft_model_config, speculate, speculative_config
 
 # --- requests that need their tokens on the host ---

@@ -26,7 +26,8 @@ from metal_engine.scheduling.token_allotment import StepBudget
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, NewRequestData, SchedulerOutput
 from tests.scheduling.speculation.test_draft_lengths import Clock, TimedStep, compute_bound, memory_bound
-from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import make_prompt
+from tests.support.scheduler_harness import SchedulerHarness
 from tests.support.speculation import KnownTimes, draft_model_config, head_config, speculate
 from tests.support.sweeps import sweep
 
@@ -133,7 +134,7 @@ def run(
     if right_from is not None:
         source = TimedHead if is_head else TimedDraftModel
         draft_model = source(harness, clock, right_from, forward_seconds, forward_seconds / 10)
-        harness.runner.draft_model = draft_model  # type: ignore[assignment]
+        harness.runner.make_drafts = draft_model.draft
         proposer, ahead = make_proposer(config.speculative), AsyncPlanning(clock)
         gain = DraftGain(clock) if is_head else None
         speculate(harness.scheduler, proposer, times or StepTimes(clock), async_planning=ahead, gain=gain)

@@ -19,7 +19,8 @@ from metal_engine.scheduling.speculation.draft_lengths import choose_lengths, le
 from metal_engine.scheduling.speculation.step_times import StepTimes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
-from tests.support.fake_kv_runner import FakeStep, SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import FakeStep, make_prompt
+from tests.support.scheduler_harness import SchedulerHarness
 from tests.support.speculation import Drafter, speculate, speculative_config
 from tests.support.sweeps import sweep
 

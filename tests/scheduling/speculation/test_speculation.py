@@ -11,7 +11,8 @@ from metal_engine.request import Request, RequestOptions
 from metal_engine.scheduling.speculation.async_planning import AsyncPlanning
 from metal_engine.scheduling.speculation.step_times import StepTimes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.fake_kv_runner import make_prompt
+from tests.support.scheduler_harness import SchedulerHarness
 from tests.support.speculation import Drafter, KnownAheadTimes, speculate, speculative_config
 
 NEVER_WRONG = 1 << 30
