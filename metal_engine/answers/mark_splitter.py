@@ -311,7 +311,7 @@ class _CallsAtEnd:
 
 
 class _BareOpenings:
-    """Search for calls that begin without a mark: with a text that contains a tool's name (:class:`BareOpening`)."""
+    """Finds calls without an opening mark, by the text around a tool's name (:class:`BareOpening`)."""
 
     def __init__(self, opening: BareOpening, names: Sequence[str]) -> None:
         self._before = opening.before

@@ -50,9 +50,9 @@ class ContentGaps:
         self._gap = self._gap or space
 
     def before(self, text: str) -> str:
-        """Return the next content, ``text``, with the recorded white space before it. Delete the record.
+        """Return ``text``, the next content, after the recorded white space. Clear the record.
 
-        The white space is left out before the first content, and if ``text`` itself begins with white space.
+        Adds no white space before the first content, or if ``text`` itself begins with white space.
         """
         gap, self._gap = self._gap, ""
         if not self._has_content or text[:1].isspace():

@@ -25,9 +25,9 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from metal_engine.download_tls import download_tls_context
 from metal_engine.errors import ModelLoadError, one_line
 from metal_engine.local_paths import local_path
-from metal_engine.tls_context import tls_context
 
 _PYPI = "https://pypi.org/simple"
 _ACCEPTED = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
@@ -237,7 +237,7 @@ def _pip_configuration() -> dict[str, str]:
 
 
 def _tls_context() -> ssl.SSLContext:
-    """Return a context that trusts the certificates configured for pip, or else :func:`tls_context`.
+    """Return a context that trusts the certificates configured for pip, or else :func:`download_tls_context`.
 
     Raises:
         ModelLoadError: the configured certificates cannot be read.
@@ -245,7 +245,7 @@ def _tls_context() -> ssl.SSLContext:
     named = os.environ.get("PIP_CERT") or os.environ.get("SSL_CERT_FILE") or os.environ.get("REQUESTS_CA_BUNDLE")
     named = named or _pip_configuration().get("cert")
     if named is None:
-        return tls_context()
+        return download_tls_context()
     try:
         return ssl.create_default_context(cafile=named)
     except OSError as error:

@@ -167,5 +167,5 @@ class StepTimeout:
         waited = f"rank 0 has waited {self._seconds:.0f} s for a step"
         if least == max(progress.values()):
             return f"{waited} that all ranks are in: a rank has stopped computing, or a link between two ranks is cut"
-        behind = ", ".join(name for name, number in progress.items() if number == least)
-        return f"{behind} does not go on, and {waited}"
+        slowest = ", ".join(name for name, number in progress.items() if number == least)
+        return f"{slowest} has made no progress, and {waited}"

@@ -47,7 +47,8 @@ class _Times:
     """Times of a request's events in seconds of :func:`time.monotonic`; 0 for events that have not happened yet.
 
     Attributes:
-        ends_in_text: True if the request has stop strings. The client then reports the end of the request.
+        ends_in_text: True if the request has stop strings. ``EngineClient`` then reports the end of the request with
+            :meth:`EngineMetrics.finished`, unless the request fails.
     """
 
     arrival: float

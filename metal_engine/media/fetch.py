@@ -14,8 +14,8 @@ from concurrent.futures import Future, wait
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from metal_engine.cancellation import check_cancelled
+from metal_engine.download_tls import download_tls_context
 from metal_engine.media.limits import MAX_FILE_BYTES
-from metal_engine.tls_context import tls_context
 
 # Maximum time for a download, redirects included, in seconds.
 _SECONDS = 15.0
@@ -130,7 +130,9 @@ def _connect(parts: SplitResult, deadline: float) -> tuple[http.client.HTTPConne
         try:
             sock = raw
             if is_secure:
-                sock = tls_context().wrap_socket(raw, server_hostname=parts.hostname, do_handshake_on_connect=False)
+                sock = download_tls_context().wrap_socket(
+                    raw, server_hostname=parts.hostname, do_handshake_on_connect=False
+                )
         except BaseException:
             raw.close()
             raise

@@ -150,7 +150,10 @@ def _chunk(
 
 
 def _products(kq: mx.array, keys: mx.array, gates: mx.array) -> mx.array:
-    """Return <x_i D(i, j), k_j> for x in (k, q), [B, Hk, group, 2, c (i), c (j)]; 0 for j > i."""
+    """Return <x_i D(i, j), k_j> for x in (k, q), [B, Hk, group, 2, c, c]; 0 for j > i.
+
+    The last two axes are i and j. D(i, j) is the decay from token j to token i.
+    """
     return (kq @ keys) * decay_between(gates)[..., None, :, :]
 
 

@@ -28,7 +28,7 @@ class Encoding:
         self._seconds: float | None = None
 
     def begin(self) -> None:
-        """Restart the measurement at the end of the previous step, because the device encodes after that step."""
+        """Restart the measurement. Call this when the previous step has ended: the device encodes after that step."""
         self._began = time.monotonic()
 
     def wait(self) -> float:

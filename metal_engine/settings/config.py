@@ -228,7 +228,7 @@ class SchedulerConfig:
     image_cache_tokens: int = 0  # maximum number of image tokens whose features are kept
 
     def room_for_image(self, block_size: int) -> int:
-        """Return the number of an image's tokens that a step can compute beside one token of each other request.
+        """Return the number of an image's tokens that fit into a step if each other request gets one token.
 
         The result may be zero or negative.
         """

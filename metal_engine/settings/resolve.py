@@ -348,7 +348,7 @@ def _long_threshold(args: EngineArgs, budget: int) -> int:
 
 
 def _attention_work(model: ModelInfo, device: DeviceInfo) -> int:
-    """Return how many pairs of a query row and a visible key attention computes in about a second."""
+    """Return the number of (query row, visible key) pairs whose attention takes about a second to compute."""
     if device.kind == "cpu":
         seconds_per_pair = _CPU_SECONDS_PER_SCORE * model.num_layers * model.num_heads
     else:

@@ -60,7 +60,7 @@ def test_two_calls_at_the_same_time() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_busy_seconds(tmp_path: Path) -> None:
-    """Of this process's cores, without time of idle programs, waiting, and programs that yield."""
+    """Counts only this process's cores, without the time of idling, waiting and low-priority programs."""
     core = min(os.sched_getaffinity(0))
     stat = tmp_path / "stat"
     stat.write_text(

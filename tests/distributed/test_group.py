@@ -343,7 +343,7 @@ def test_a_rank_that_does_not_go_on_is_named() -> None:
         time.sleep(0.05)
     for _ in range(21):
         steps.count()
-    assert str(watch.error) == "rank 2 (here) does not go on, and rank 0 has waited 100 s for a step"
+    assert str(watch.error) == "rank 2 (here) has made no progress, and rank 0 has waited 100 s for a step"
     until.set()
     for link in (link for pair in pairs for link in pair):
         link.close()

@@ -345,7 +345,7 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
 
 
 # Upper limit of the memory of a step with 24 rows apart from states. The states of the running requests are larger, so
-# that the test notices one more copy of them.
+# that an additional copy of these states is visible.
 ACTIVATIONS = 1 << 20
 
 

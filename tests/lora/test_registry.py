@@ -275,7 +275,7 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_ends(folders: dict[str
     assert tokens == golden["adapter-1"][0]
     del outputs
     gc.collect()
-    # This adapter has fewer layers than the previous one in its slot, whose other weights must be cleared.
+    # This adapter has fewer layers than the slot's previous adapter, whose remaining weights must be cleared.
     adapters.load(engine, "b", folders["adapter-2"])
     add(engine, "one", TEXTS[1], "b")
     assert run_out(engine)["one"] == golden["adapter-2"][1]

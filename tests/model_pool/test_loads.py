@@ -148,7 +148,7 @@ async def test_small_ones_are_loaded_while_a_large_one_waits_for_room(made: Regi
     used = await made.registry.use(made["u"])
     large = asyncio.ensure_future(made.ask("l", [1]))
     await until(lambda: made["u"].is_closing, "u to be marked")
-    for name in "sts":  # both fit, one after the other if the other is idle
+    for name in "sts":  # each fits while the other is idle
         assert await made.ask(name, [2]) == made.answer(name, [2])
     assert not large.done() and made["u"].loaded_engine is used
     held = await made.registry.use(made["s"])
@@ -173,7 +173,7 @@ async def test_nobody_goes_for_what_would_not_fit_all_the_same(made: RegistryOfF
     with pytest.raises(ModelTooLargeError):
         await made.ask("c", [1])
     assert made.loaded == "ab"
-    # One idle model is not enough, and the other model is in use, so both stay.
+    # Unloading the idle model would not free enough memory, so it stays.
     made.models["c"].num_bytes = 200
     made["c"].failed = None
     await made.registry.use(made["b"])

@@ -1,11 +1,11 @@
 """Measures quality and speed of quantized KV on the demo model, compared with mlx-lm's own quantized cache.
 
     python -m tools.benchmarks.quantized_kv                  # everything
-    python -m tools.benchmarks.quantized_kv --only text      # or: answers, company, speed
+    python -m tools.benchmarks.quantized_kv --only text      # or: answers, batch, speed
 
 - *text*: perplexity of a text in windows, and the share of positions with the same most likely token as with float KV.
 - *answers*: greedy outputs for 100 prompts from the text, compared with the outputs for float KV.
-- *company*: changes of the results with other rows in the batch: outputs of requests together and alone, and a text in
+- *batch*: changes of the results with other rows in the batch: outputs of requests together and alone, and a text in
   chunks of 256 and of 37 tokens.
 - *speed*: engines that differ only in the type of KV compute the same requests in rotation.
 
@@ -225,7 +225,7 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
-def compare_company(tokens: list[int], num_answers: int, answer_len: int, num_tokens: int, window: int) -> None:
+def compare_batches(tokens: list[int], num_answers: int, answer_len: int, num_tokens: int, window: int) -> None:
     """Print how products, outputs and log probabilities change with other rows in the batch."""
     _compare_products(_BATCH)
     _compare_alone(tokens, num_answers, answer_len)
@@ -324,7 +324,7 @@ def _name(kv_cache_dtype: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("text", "answers", "company", "speed"))
+    parser.add_argument("--only", choices=("text", "answers", "batch", "speed"))
     parser.add_argument("--num-tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--num-answers", type=int, default=100)
@@ -340,8 +340,8 @@ def main() -> None:
         compare_text(tokens, args.num_tokens, args.window)
     if args.only in (None, "answers"):
         compare_answers(tokens, args.num_answers, args.answer_len)
-    if args.only in (None, "company"):
-        compare_company(tokens, args.num_answers, args.answer_len, args.num_tokens, args.window)
+    if args.only in (None, "batch"):
+        compare_batches(tokens, args.num_answers, args.answer_len, args.num_tokens, args.window)
     if args.only in (None, "speed"):
         compare_speed(tokens, args.num_requests, args.prompt_len, args.rounds)
 

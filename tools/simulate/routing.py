@@ -155,7 +155,7 @@ class Exact:
 
 
 def spills(replica: int, healthy: Sequence[int], loads: Sequence[int], config: RouterConfig) -> bool:
-    """Return True if a replica's load exceeds the mean load of ``healthy`` by too much to choose it for its cache.
+    """Return True if ``replica`` is too loaded, compared with ``healthy``, to be chosen for its cached prefix.
 
     See ``balance_abs`` of :class:`RouterConfig`.
     """

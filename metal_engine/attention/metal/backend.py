@@ -152,7 +152,7 @@ class MetalStep:
         sinks: mx.Dtype | None,
         chunk: int | None,
     ) -> _Launch:
-        """Check a layer's call, and return the launch for all layers with equal arguments.
+        """Check a layer's arguments, and return their launch. The caller reuses it for layers with equal arguments.
 
         ``sinks`` is the type of the attention sinks; None without sinks.
         """

@@ -125,7 +125,7 @@ class IndexKernels:
         self.selected_latents = SelectedLatents(kernel_factory)
 
     def unsupported(self, index: IndexQueries, spec: IndexSpec, block_size: int) -> str:
-        """Return the property of an index that the kernels do not support. Empty if they support the index."""
+        """Return a description of the unsupported property of an index; empty if the kernels support the index."""
         size, dtype = index.size, index.queries.dtype
         if index.weights is None and (size.block_size % KEYS_OF_SCORE or not size.num_local):
             return f"an index of blocks of {size.block_size} keys, of which {size.num_local} are local"

@@ -25,8 +25,8 @@ class ProcessLimits:
         max_restarts: maximum number of new processes within :data:`RESTART_SECONDS`, and of consecutive new processes
             without any output. If more would be needed, the engine ends. 0: the engine ends with its first process.
         stall_seconds: time after which a process that reads no message is killed.
-        step_seconds: minimum time after which a process that computes no step is killed. The time is longer for models
-            whose steps are slow, or whose kernels were compiled slowly at load.
+        step_seconds: minimum time limit for a step: a process that has requests is killed if it plans no step for
+            longer. The limit is higher for models whose steps are slow, or whose kernels were compiled slowly at load.
         load_seconds: minimum time after which a new process that loads the model again is killed.
         spare_delay: time from the start of an engine to the start of its spare process, whose imports take a second of
             CPU time. While the engine has requests, the delay is longer by :data:`BUSY_DELAY_SECONDS`.
@@ -39,7 +39,7 @@ class ProcessLimits:
     spare_delay: float = 5.0
 
     def of_steps(self, largest_seconds: float, warm_up_seconds: float) -> float:
-        """Return the time in seconds after which a process that computes no step is killed.
+        """Return the time limit for a step in seconds, at least :attr:`step_seconds`.
 
         Args:
             largest_seconds: measured time of the largest step without a context.

@@ -102,7 +102,7 @@ class RestartableProcess:
             self._spare_time = math.inf
             self._spawner.prepare_spare()
 
-    def has_output(self) -> None:
+    def record_output(self) -> None:
         """Record that the engine has sent an output."""
         self._num_fruitless = 0
 

@@ -329,7 +329,7 @@ class EngineSupervisor:
 
     def _recorded(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Record outputs, so that a new process can continue after them. Return ``outputs``."""
-        self._restartable.has_output()
+        self._restartable.record_output()
         with self._lock:
             for output in outputs:
                 opened = self._open.get(output.request_id)

@@ -182,9 +182,10 @@ class Proposals:
     def _computed_lengths(self, requests: list[Request], num_rows: int) -> Counter[Request]:
         """Return the maximum number of computed drafts for each request. All requests share ``num_rows`` rows.
 
-        A draft is accepted only if all earlier drafts of its request are. A draft head therefore drafts for many
-        requests: their first drafts are worth more than all drafts of a few. A draft model has to catch up with each
-        request first, so it drafts for a few requests. The result then allows each request the maximum number.
+        Each request may have the maximum number if the rows suffice for all, if the drafts are lookups, or if a draft
+        model makes them: it has to catch up with each request first, so it drafts for a few. The drafts of a draft head
+        share the rows. Those that are accepted most likely get a row. A draft is accepted only if all earlier drafts of
+        its request are, so that first drafts come before second drafts of equally likely requests.
         """
         has_rows_for_all = num_rows >= len(requests) * self._num_drafts
         if self._costs is None or self._costs.has_prefill or has_rows_for_all:

@@ -25,7 +25,7 @@ async def load_images(
     """Return the images of a request, in order.
 
     Args:
-        weight: weight of decoding base64, which is :meth:`Weight.of` the size of the request's body.
+        weight: weight of the request's body (:meth:`Weight.of`). It selects the threads that decode base64.
         max_tokens: maximum number of tokens of all images. None for the context length. 0 if only the numbers of tokens
             are needed, as in :meth:`ImagePreparer.decode`.
 

@@ -214,8 +214,8 @@ def test_right_drafts_pay(is_head: bool, num_requests: int, forward_seconds: flo
 
 
 @pytest.mark.parametrize("is_head", [False, True])
-def test_it_comes_back_when_it_is_right(is_head: bool) -> None:
-    """It can predict the second half of the outputs. Probes detect this, and a draft model catches up."""
+def test_drafts_resume_once_they_are_right(is_head: bool) -> None:
+    """Only the second half of the outputs can be predicted. Probes detect this, and a draft model catches up."""
     found, drafter = ratio(1, 150, forward_seconds=0.1, is_head=is_head)
     assert found <= 0.8 and (is_head or drafter.max_chunk > 20)
 
@@ -344,7 +344,7 @@ def test_a_first_forward_that_is_slow_says_nothing() -> None:
 
 
 def test_what_is_known_of_a_request_ends_with_its_blocks() -> None:
-    """A readmitted request lacks all KV of the draft model, and KV of rejected drafts never counts."""
+    """A readmitted request lacks all KV of the draft model. KV of rejected drafts never counts."""
     costs = DraftCosts()
     speculation = make_speculation(costs)
     request = Request("a", [1] * 400, SamplingParams(), max_tokens=200)

@@ -78,7 +78,7 @@ def server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def holds(server: ProbedServer, request: pytest.FixtureRequest) -> dict[str, float]:
-    """Return the allowed delays in seconds: those of ordinary requests after warm-up, plus the allowance for a case."""
+    """Return the maximum delays in seconds: delays of ordinary requests after warm-up, plus an allowance for a case."""
     long_messages = [{"role": "user", "content": "word " * 1_000}]
     bodies = [(endpoint, with_fields(endpoint)) for endpoint in ENDPOINTS]
     bodies.append((CHAT, with_fields(CHAT, response_format={"type": "json_object"}, n=4, temperature=1)))

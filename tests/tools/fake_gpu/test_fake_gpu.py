@@ -20,7 +20,7 @@ def test_kernels_take_their_time_one_after_the_other(on_device: OnDevice) -> Non
 
 
 def test_a_kernel_takes_time_for_what_it_reads_and_writes(on_device: OnDevice) -> None:
-    """If a row of an array is written or read, only that row counts: 4 KiB twice."""
+    """Writing or gathering a row of an array costs 4 KiB read and 4 KiB written, whatever the array's size."""
     whole, written, picked = on_device("per_byte")["us"]
     assert whole == 2 * 1024
     assert 8 <= written <= 9 and 8 <= picked <= 9  # includes the index

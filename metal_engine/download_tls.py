@@ -1,4 +1,4 @@
-"""Trusted certificates for downloads."""
+"""TLS of downloads: the trusted certificates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ssl
 from contextlib import suppress
 
 
-def tls_context() -> ssl.SSLContext:
+def download_tls_context() -> ssl.SSLContext:
     """Return a context that trusts the system's certificates, or the ``certifi`` package's if Python finds none.
 
     Python from python.org finds none on macOS.
