@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -192,6 +193,12 @@ def test_what_is_not_json(served: Served) -> None:
     assert "not valid JSON" in check_error(response, 400)["message"]
     response = httpx.post(served.url + COMPLETIONS, data={"prompt": "a"})
     assert "application/json" in check_error(response, 400)["message"]
+    body = b'{"prompt": "a"}'
+    for encoding, content in (("gzip", gzip.compress(body)), ("GZIP", body)):
+        response = httpx.post(served.url + COMPLETIONS, content=content, headers=JSON | {"content-encoding": encoding})
+        assert "Content-Encoding 'gzip'" in check_error(response, 415)["message"]
+    response = httpx.post(served.url + COMPLETIONS, content=body, headers=JSON | {"content-encoding": "utf-8"})
+    assert response.status_code == 200
 
 
 def test_unknown_model(served: Served) -> None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from metal_engine.errors import short
 from metal_engine.server import large_bodies
 from metal_engine.server.errors import APIError, invalid, validated
 from metal_engine.server.generation.streaming import cancel_on_disconnect
@@ -20,6 +21,8 @@ from metal_engine.server.workers import Workers
 
 # Status that nginx uses for a client that disconnected. No client receives it, but access logs show it.
 CLIENT_CLOSED_REQUEST = 499
+# Values of Content-Encoding for compressed bodies. Other values, such as utf-8, have no effect.
+_COMPRESSIONS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
 
 
 def loads(body: bytes) -> Any:
@@ -88,6 +91,9 @@ class _StrictRequest(Request):
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
+            encoding = self.headers.get("content-encoding", "").lower()
+            if encoding in _COMPRESSIONS:
+                raise APIError(415, f"Content-Encoding {short(encoding)} is not supported: send the body uncompressed")
             body = await self.body()
             workers: Workers = self.app.state.workers
             self._json = await workers.run_if_large(len(body), self._validated, body)

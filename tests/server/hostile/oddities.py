@@ -80,7 +80,7 @@ def broken() -> list[Case]:
         "application/json; q=\x80",
     ):
         cases.append(raw(f"a body of {kind!r}", CHAT, lambda: b'{"messages": []}', 400, content_type=kind))
-    cases.append(raw("a body that is compressed", CHAT, lambda: b"\x1f\x8b\x08", 400, content_encoding="gzip"))
+    cases.append(raw("a body that is compressed", CHAT, lambda: b"\x1f\x8b\x08", 415, content_encoding="gzip"))
     return cases
 
 
