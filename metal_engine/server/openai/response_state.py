@@ -157,7 +157,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     images = {} if details.image_tokens is None else {"image_tokens": details.image_tokens}
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": details.cached_tokens, **images},
+        "input_tokens_details": {"cached_tokens": details.cached_tokens, "cache_write_tokens": 0, **images},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": usage.completion_tokens_details.model_dump(),
         "total_tokens": usage.total_tokens,

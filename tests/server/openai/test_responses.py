@@ -35,6 +35,7 @@ def test_text(served: Served) -> None:
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.usage is not None
     assert response.usage.input_tokens == prompt_tokens(served, messages)
+    assert response.usage.input_tokens_details.cache_write_tokens == 0
     assert (response.usage.output_tokens, response.metadata) == (20, {"a": "b"})
     assert response.instructions == "Be brief." and response.tools == []
 
