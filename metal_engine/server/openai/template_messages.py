@@ -155,7 +155,7 @@ def _written(index: int, calls: list[dict[str, Any]]) -> Iterator[tuple[str, str
         if not isinstance(function, dict) or not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
             problem = f" must be a text of 1 to {_MAX_NAME} characters"
             raise invalid(problem, where=f"messages[{index}].tool_calls[{i}].function.name")
-        arguments = function.get("arguments", "{}")
+        arguments = function.get("arguments") or "{}"
         try:
             yield name, arguments if isinstance(arguments, str) else dumps(arguments)
         except TooComplexError as error:
@@ -220,18 +220,21 @@ def _content(index: int, content: str | list[ContentPart]) -> Content:
 def _tool_call(call: dict[str, Any], limits: ContentLimits) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, which templates expect. Clients send a string.
 
-    A call is returned unchanged if its arguments are not a string, or not valid JSON.
+    Missing, empty and null arguments become an empty object: clients send them for a function without parameters. A
+    call is returned unchanged if its arguments are not valid JSON.
 
     Raises:
         APIError: status 400, for arguments that exceed the limits.
     """
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
-    try:
-        arguments = limits.loads(function["arguments"])
-    except TooComplexError as error:
-        raise invalid(f": a call's arguments {error}", where="messages") from error
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    arguments = function.get("arguments")
+    if arguments and isinstance(arguments, str):
+        try:
+            arguments = limits.loads(arguments)
+        except TooComplexError as error:
+            raise invalid(f": a call's arguments {error}", where="messages") from error
+        except (ValueError, RecursionError):
+            return call
+    return {**call, "function": {**function, "arguments": arguments or {}}}

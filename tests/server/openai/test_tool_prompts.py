@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from metal_engine.server.openai.template_messages import template_messages
+from metal_engine.server.protocol import ChatMessage
 from tests.support.calling import CLAUDE_TOOLS, CONFIG, RECORD, USER
+from tests.support.chat_templates import MACROS
 from tests.support.serving import MODEL, Served, serve
 from tests.support.tool_formats import TOOLS
 from tools.fixtures.fake_engine import script, tiny_tokenizer
@@ -96,6 +99,16 @@ def test_calls_and_results_reach_the_prompt(calling: Served) -> None:
     assert calling.post("/tokenize", {"messages": CONVERSATION}).json()["tokens"] == expected
     assert len(expected) > len(calling.tokenizer.encode(calling.tokenizer.decode(expected)))
     assert calling.tokenizer.decode(expected[-200:]) in prompt(calling, CONVERSATION, tools=TOOLS)
+
+
+@pytest.mark.parametrize("arguments", ["", "null", None])
+def test_a_call_without_arguments(arguments: str | None) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [ChatMessage(role="assistant", tool_calls=[call])]
+    (message,) = template_messages(messages, tokenizer=tiny_tokenizer(MACROS))
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+    (message,) = template_messages(messages, tokenizer=tiny_tokenizer())
+    assert message["content"] == f'<tool_call>\n{{"name": "f", "arguments": {arguments or "{}"}}}\n</tool_call>'
 
 
 def test_the_same_from_messages_and_responses(calling: Served) -> None:
