@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from metal_engine.server.errors import error_response, shutting_down
+from metal_engine.server.errors import shutting_down
+from metal_engine.server.refusal import refuse
 from metal_engine.server.workers import Weight, Workers
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Lifecycle:
                 await app(scope, receive, send)
                 return
             if self.draining:
-                await error_response(shutting_down(), scope)(scope, receive, send)
+                await refuse(shutting_down(), scope, receive, send)
                 return
             with self.in_flight():
                 try:

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from metal_engine.server.connections.connection import IS_SPARE
 from metal_engine.server.errors import APIError, unavailable
-from metal_engine.server.middleware.refusal import discard_body, refuse
 from metal_engine.server.page.files import is_open
+from metal_engine.server.refusal import discard_body, refuse
 from metal_engine.server.status.routes import WITHOUT_KEY
 
 # Paths that need no key, because probes and load balancers have none.

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_engine.server.errors import APIError
-from metal_engine.server.middleware.refusal import refuse
+from metal_engine.server.refusal import refuse
 from metal_engine.settings.server_args import ServerArgs
 
 ANY = "*"

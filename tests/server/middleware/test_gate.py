@@ -131,10 +131,12 @@ def test_a_client_that_asks_first_sends_nothing(guarded: Served) -> None:
     (401, {"host": "localhost"}),
     (403, {"host": "evil.example"}),
     (403, {"host": "localhost", "sec-fetch-site": "cross-site"}),
+    (503, {"host": "localhost"}),
 ])  # fmt: skip
 def test_a_body_that_comes_after_the_refusal_resets_nothing(
-    guarded: Served, served: Served, status: int, headers: dict[str, str]
+    guarded: Served, served: Served, status: int, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(served.server._lifecycle, "draining", status == 503)
     host, port = (guarded if status == 401 else served).url.removeprefix("http://").split(":")
     lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
     with socket.create_connection((host, int(port)), timeout=DEADLINE) as client:
