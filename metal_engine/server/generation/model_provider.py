@@ -19,7 +19,7 @@ from metal_engine.model_pool.model_entry import LoadedEngine, ModelEntry
 from metal_engine.model_pool.registry import ModelRegistry, RegistryClosedError
 from metal_engine.server.errors import APIError, model_not_found, shutting_down, unavailable
 from metal_engine.server.generation.parameters import ParameterPolicy
-from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.generation.preparation import ServedModel, own_name
 from metal_engine.server.generation.queue_limit import QueueLimit, overloaded
 from metal_engine.server.logs import UniqueWarnings
 from metal_engine.server.workers import Workers
@@ -244,7 +244,7 @@ class MultiModel(ModelProvider):
     def entry(self, model: str | None) -> ModelEntry:
         """Return the entry of the model with this name. Raises APIError, a 404, for an unknown name."""
         names = self.registry.names
-        name = names[0] if model is None and names else model or ""
+        name = names[0] if model is None and names else own_name(names, model or "")
         found = self.registry.find(name)
         if found is None:
             raise model_not_found(name, names)

@@ -53,7 +53,18 @@ MAX_PROMPT_TOKENS = 1 << 22
 # adds nothing.
 _OF_CHOICES = ("logprobs", "top_logprobs", "return_token_ids", "return_tokens_as_token_ids")
 
+# Tag that Ollama's clients add to names without a tag. They use these names in OpenAI's API, too.
+LATEST = ":latest"
+
 BodyT = TypeVar("BodyT", bound=GenerationBody)
+
+
+def own_name(names: Sequence[str], name: str) -> str:
+    """Return the server's name of the model that a client calls ``name``. The result may be unknown to the server.
+
+    Removes ``LATEST`` from a name that is not in ``names``.
+    """
+    return name if name in names else name.removesuffix(LATEST)
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,10 @@ class ServedModel:
         Raises:
             APIError: status 404, for an unknown name, unless :attr:`any_name` is True.
         """
-        if model is None or model in self.names:
+        if model is None:
+            return self
+        model = own_name(self.all_names, model)
+        if model in self.names:
             return self
         adapters = self.engine.adapters
         if adapters is not None and (adapter := adapters.find(model)) is not None:

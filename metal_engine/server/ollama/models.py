@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 from metal_engine.answers.tool_plan import plan_tools
 from metal_engine.errors import ParameterError
 from metal_engine.server.generation.model_provider import ModelProvider
-from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.generation.preparation import LATEST, ServedModel
 from metal_engine.server.ollama.protocol import ListedModel, ModelDetails, RunningModel, Shown
 from metal_engine.server.ollama.requests import can_think
 
-LATEST = ":latest"
 # Expiry time of a loaded model: it stays loaded unless another model needs its memory.
 _NEVER = "9999-12-31T23:59:59Z"
 # Details of a model that is not loaded.
 _UNKNOWN = ModelDetails(family="", families=[], parameter_size="", quantization_level="")
-
-
-def own_name(names: Sequence[str], name: str) -> str:
-    """Return the server's name of the model that an Ollama client calls ``name``.
-
-    Removes ``:latest``, which these clients add to names without a tag. A name in ``names`` is returned unchanged. The
-    result may be unknown to the server.
-    """
-    return name if name in names else name.removesuffix(LATEST)
 
 
 def tagged(name: str) -> str:

@@ -36,14 +36,13 @@ def add_ollama_routes(app: FastAPI, all_models: ModelProvider, runner: ResponseR
     reader = RequestReader()
 
     def named(body: protocol.OllamaBody | protocol.OllamaEmbedBody | protocol.OllamaEmbeddingsBody) -> str:
-        """Return the client's name of the model. Sets the model of the body to the server's name.
+        """Return the client's name of the model. Sets the model of the body to it.
 
         Raises APIError, a 404, for an unknown name.
         """
-        name = body.model or all_models.names[0]
-        body.model = models.own_name(all_models.all_names, name)
+        body.model = body.model or all_models.names[0]
         all_models.check(body.model)
-        return name
+        return body.model
 
     @app.post("/api/chat", tags=["ollama"], response_model=protocol.ChatAnswer, responses=_ANSWERS)
     async def ollama_chat(body: protocol.OllamaChatBody, request: Request) -> Response:
@@ -166,6 +165,6 @@ def _add_model_routes(app: FastAPI, all_models: ModelProvider) -> None:
 
     @app.post("/api/show", tags=["ollama"], responses=_ERRORS)
     async def ollama_show(body: protocol.OllamaShowBody) -> protocol.Shown:
-        name = models.own_name(all_models.all_names, body.model or body.name or all_models.names[0])
+        name = body.model or body.name or all_models.names[0]
         all_models.check(name)
         return models.shown(all_models, name, started_at)

@@ -224,6 +224,8 @@ def test_names(served: Served) -> None:
     for name in (MODEL, f"{MODEL}:latest"):
         assert whole(served, CHAT, {"model": name, "messages": USER, **limit(1)})["model"] == name
         assert served.post("/api/show", {"name": name}).status_code == 200
+        answer = served.post("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1})
+        assert answer.json().get("model") == MODEL
     for path, fields in ((CHAT, {"messages": USER}), (GENERATE, {"prompt": "a"}), ("/api/show", {})):
         for name in ("other", "other:latest", f"{MODEL}:7b"):
             response = served.post(path, {"model": name, **fields})
