@@ -58,7 +58,7 @@ def _refusal(hosts: list[str]) -> APIError:
 
 
 def _known_names(args: ServerArgs) -> frozenset[str]:
-    given = {name.lower().rstrip(".") for name in (args.host, *args.allowed_hosts)}
+    given = {_without_port(name).lower().rstrip(".") for name in (args.host, *args.allowed_hosts)}
     own = socket.gethostname().lower()
     label = own.partition(".")[0]  # `own` may end with the domain of the network, as in mac.fritz.box
     return frozenset({"localhost", own, label, f"{label}.local", *_OF_CONTAINERS, *given} - {""})

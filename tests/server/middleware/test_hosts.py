@@ -54,7 +54,7 @@ def test_what_the_refused_are_told(served: Served) -> None:
 
 
 def test_allowed_hosts() -> None:
-    with serve(args=ServerArgs(allowed_hosts=("Engine.example", "other"), shutdown_timeout=1)) as served:
+    with serve(args=ServerArgs(allowed_hosts=("Engine.example:8000", "other"), shutdown_timeout=1)) as served:
         assert status(served, "engine.example:443") == status(served, "OTHER") == status(served, "localhost") == 200
         assert status(served, "evil.example") == status(served, "sub.engine.example") == 403
 
