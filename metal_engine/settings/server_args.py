@@ -197,5 +197,7 @@ class ServerArgs(SettingsBase):
             raise ConfigError("--api-key", "must be printable ASCII, not empty, and without spaces around it")
         if not all(name.strip() for name in self.allowed_hosts):
             raise ConfigError("--allowed-hosts", "must not be empty")
+        # Browsers send origins without a slash at the end. Their address bars show one.
+        object.__setattr__(self, "allowed_origins", tuple(one.rstrip("/") for one in self.allowed_origins))
         for name in self.served_model_name:
             check_name("--served-model-name", name)

@@ -134,11 +134,11 @@ def test_the_page_sends_its_header() -> None:
     assert f'"{FROM_OWN_PAGE}"' in (STATIC / "js/api.js").read_text()
 
 
-@pytest.mark.parametrize("allowed", ["*", ORIGIN])
-def test_allowed_origins(allowed: str) -> None:
+@pytest.mark.parametrize(("given", "allowed"), [("*", "*"), (f"{ORIGIN}/", ORIGIN)])
+def test_allowed_origins(given: str, allowed: str) -> None:
     marked = {"sec-fetch-site": "cross-site", "origin": ORIGIN}
     key, other = {"authorization": "Bearer k"}, {**marked, "origin": "https://other.example"}
-    with serve(args=ServerArgs(allowed_origins=(allowed,), api_key=("k",), shutdown_timeout=1)) as served:
+    with serve(args=ServerArgs(allowed_origins=(given,), api_key=("k",), shutdown_timeout=1)) as served:
         url = served.url + "/v1/completions"
         response = CLIENT.post(url, json=BODY, headers=marked | key)
         assert response.status_code == 200 and response.headers["access-control-allow-origin"] == allowed
