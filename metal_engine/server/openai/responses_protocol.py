@@ -115,7 +115,7 @@ RENAMED = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
     "response_format.json_schema": "text.format",
-    "verbosity": "text",
+    "verbosity": "text.verbosity",
 }
 
 

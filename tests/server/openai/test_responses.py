@@ -153,11 +153,13 @@ def test_bad_requests(served: Served, body: dict[str, Any], param: str) -> None:
     {"context_management": [{"type": "compaction", "compact_threshold": 1000}]},
     {"moderation": {"model": "omni-moderation-latest"}},
     {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]},
+    {"text": {"verbosity": "low"}},
     {"top_logprobs": 2}, {"logprobs": True}, {"prompt_logprobs": 1}, {"prompt_logprobs": 0},
 ])  # fmt: skip
 def test_fields_that_would_change_the_response(served: Served, field: dict[str, Any]) -> None:
     (name,) = field
-    check_error(served.post("/v1/responses", {"input": "a", **field}), 400, name, "unsupported_parameter")
+    param = "text.verbosity" if name == "text" else name
+    check_error(served.post("/v1/responses", {"input": "a", **field}), 400, param, "unsupported_parameter")
 
 
 def test_fields_without_effect(served: Served) -> None:
