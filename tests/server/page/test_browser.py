@@ -364,6 +364,8 @@ def test_the_keyboard_is_enough(page: Page, served: Served) -> None:
     page.keyboard.press("Enter")
     page.keyboard.type("Hi")
     page.keyboard.press("Shift+Enter")
+    page.dispatch_event("#prompt", "keydown", {"key": "Enter", "keyCode": 229})  # in Safari, after a composed word
+    assert page.input_value("#prompt") == "Hi\n"
     page.keyboard.press("Enter")
     wait_for_answer(page)
     page.locator("#tape").focus()

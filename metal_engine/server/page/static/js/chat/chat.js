@@ -36,7 +36,9 @@ export class Chat {
       this.send();
     });
     this.prompt.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      // Safari ends the composition of a word before the event of its Enter key, which then has this code.
+      const isComposing = event.isComposing || event.keyCode === 229;
+      if (event.key !== "Enter" || event.shiftKey || isComposing) return;
       event.preventDefault();
       this.send();
     });
