@@ -44,8 +44,8 @@ def read_request(
             conversation has too many items.
     """
     repeated = {name: value for name, value in body.model_dump(include=_REPEATED).items() if value is not None}
-    repeated |= {"text": {"format": {"type": "text"}}}
     repeated |= body.model_dump(include={"text", "tools"}, exclude_none=True)
+    repeated["text"] = {"format": {"type": "text"}, **repeated.get("text", {})}
     instructions = len(body.instructions or "")
     if num_characters(repeated) - instructions > MAX_REPEATED_CHARACTERS:
         limit = f"the limit is {MAX_REPEATED_CHARACTERS} characters, plus 64 for each value"

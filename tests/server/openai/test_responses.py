@@ -162,6 +162,12 @@ def test_fields_that_would_change_the_response(served: Served, field: dict[str, 
     check_error(served.post("/v1/responses", {"input": "a", **field}), 400, param, "unsupported_parameter")
 
 
+@pytest.mark.parametrize("text", [{}, {"verbosity": "medium"}, {"format": {"type": "json_object"}}])
+def test_the_text_options_of_a_response(served: Served, text: dict[str, Any]) -> None:
+    response = served.post("/v1/responses", {"input": "a", "max_output_tokens": 1, "text": text}).json()
+    assert response["text"] == {"format": {"type": "text"}, **text}
+
+
 def test_fields_without_effect(served: Served) -> None:
     body = {
         "input": "a",
