@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 Part = dict[str, Any]
@@ -25,7 +26,7 @@ def joined(contents: Iterable[Content], separator: str) -> Content:
         if i and separator:
             parts.append(text_part(separator))
         parts += [text_part(content)] if isinstance(content, str) else content
-    return _merged(parts)
+    return merged(parts, "")
 
 
 def without_images(content: Content) -> tuple[str, list[Part]]:
@@ -40,12 +41,12 @@ def as_parts(content: Content) -> list[Part]:
     return [text_part(content)] if isinstance(content, str) else content
 
 
-def _merged(parts: list[Part]) -> list[Part]:
-    """Merge consecutive text parts, because some chat templates write something between parts."""
-    merged: list[Part] = []
-    for part in parts:
-        if part["type"] == "text" and merged and merged[-1]["type"] == "text":
-            merged[-1] = text_part(merged[-1]["text"] + part["text"])
+def merged(parts: list[Part], separator: str) -> list[Part]:
+    """Join consecutive texts with a separator, because some chat templates write something between parts."""
+    result: list[Part] = []
+    for kind, group in groupby(parts, key=lambda part: part["type"]):
+        if kind == "text":
+            result.append(text_part(separator.join(part["text"] for part in group)))
         else:
-            merged.append(part)
-    return merged
+            result += group
+    return result

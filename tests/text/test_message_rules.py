@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from metal_engine.server.openai import template_messages
 from metal_engine.server.openai.message_order import in_accepted_order
+from metal_engine.server.protocol import ContentPart
+from metal_engine.text import content_parts
 from metal_engine.text.content_parts import IMAGE, joined, text_part, without_images
 from metal_engine.text.message_rules import MessageRules
 from tests.support.chat_templates import GEMMA, LLAMA, QWEN
@@ -117,6 +120,21 @@ def test_contents_are_joined() -> None:
     assert joined(["a", "b"], "\n") == "a\nb"
     assert joined(["a", [IMAGE, text_part("b")], "c"], "\n") == [text_part("a\n"), IMAGE, text_part("b\nc")]
     assert joined([[IMAGE], [IMAGE]], "") == [IMAGE, IMAGE]
+
+
+def test_many_texts_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of copied characters grows linearly with the number of texts."""
+    lengths: list[int] = []
+
+    def counted(text: str) -> content_parts.Part:
+        lengths.append(len(text))
+        return text_part(text)
+
+    for module in (content_parts, template_messages):
+        monkeypatch.setattr(module, "text_part", counted)
+    joined([[IMAGE], *["a"] * 100], "")
+    template_messages._content(0, [ContentPart(type="text", text="a")] * 100)
+    assert sum(lengths) < 1000
 
 
 def test_images_are_taken_out() -> None:

@@ -319,11 +319,12 @@ def _assistant_turn(content: str | list[dict[str, Any]], place: str) -> list[Mes
     if isinstance(content, str):
         return [{"role": "assistant", "content": content}]
     turn: Message = {"role": "assistant"}
+    thoughts: list[str] = []
     texts: list[dict[str, Any]] = []
     for block in content:
         match block["type"]:
             case "thinking":
-                turn["reasoning"] = "\n\n".join(filter(None, (turn.get("reasoning"), block["thinking"])))
+                thoughts.append(block["thinking"])
             case "redacted_thinking":
                 pass  # only Anthropic's models can read it
             case "tool_use":
@@ -332,6 +333,8 @@ def _assistant_turn(content: str | list[dict[str, Any]], place: str) -> list[Mes
                 turn.setdefault("tool_calls", []).append(call)
             case _:
                 texts.append(block)
+    if thoughts:
+        turn["reasoning"] = "\n\n".join(filter(None, thoughts))
     if texts:
         turn["content"] = _text(texts)
     return [turn]

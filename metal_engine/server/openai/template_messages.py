@@ -14,7 +14,7 @@ from metal_engine.server.openai.image_parts import without_tool_images
 from metal_engine.server.openai.reasoning_options import ReasoningOptions
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
 from metal_engine.text.chat_template import REASONING_SWITCHES, RESERVED_NAMES
-from metal_engine.text.content_parts import IMAGE, Content, Part, joined, text_part, without_images
+from metal_engine.text.content_parts import IMAGE, Content, Part, joined, merged, text_part, without_images
 from metal_engine.text.tokenizer import Tokenizer
 
 # Chat templates were written before OpenAI renamed the system role for newer models.
@@ -208,10 +208,8 @@ def _content(index: int, content: str | list[ContentPart]) -> Content:
             raise invalid(problem, where=place)
         if part.text is None:
             raise invalid(" is required", where=f"{place}.text")
-        if parts and parts[-1]["type"] == "text":
-            parts[-1] = text_part(f"{parts[-1]['text']}\n{part.text}")  # same separator as vLLM
-        else:
-            parts.append(text_part(part.text))
+        parts.append(text_part(part.text))
+    parts = merged(parts, "\n")  # same separator as vLLM
     if IMAGE in parts:
         return parts
     return parts[0]["text"] if parts else ""
