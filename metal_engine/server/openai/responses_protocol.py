@@ -255,8 +255,10 @@ def _add_item(messages: list[Message], item: dict[str, Any], place: str) -> None
     kind = item.get("type", "message")
     if kind == "message":
         if item["role"] == "assistant":
-            turn = _assistant(messages, fresh="content")
-            turn["content"] = _text(item["content"])
+            # Text after calls belongs to their message: some templates require the results directly after it.
+            has_calls = bool(messages) and "tool_calls" in messages[-1]
+            turn = _assistant(messages, fresh=None if has_calls else "content")
+            turn.setdefault("content", []).append({"type": "text", "text": _text(item["content"])})
         else:
             messages.append({"role": item["role"], "content": _content(item["content"], f"{place}.content")})
     elif kind == "function_call":

@@ -13,6 +13,7 @@ from metal_engine.json_values import num_characters
 from metal_engine.server.errors import APIError
 from metal_engine.server.openai.response_state import AskedResponse, ResponseState
 from metal_engine.server.openai.response_store import ResponseStore
+from metal_engine.server.openai.responses_protocol import input_messages
 from tests.server.test_errors import check_error
 from tests.support.calling import FLAT_TOOLS, RECORD
 from tests.support.serving import DEADLINE, MODEL, Served, serve
@@ -123,6 +124,15 @@ def test_what_comes_back_is_what_was_said(calling: Served) -> None:
         {"role": "tool", "content": "sunny"},
     ]
     assert by_id.usage.input_tokens == prompt_tokens(calling, messages, tools=TOOLS)
+
+
+def test_text_after_a_call_stays_before_the_result() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    said = [{"role": "assistant", "content": text} for text in ("a", "b", "c")]
+    result = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
+    messages = input_messages([said[0], call, said[1], result, said[2]])
+    assert [message["role"] for message in messages] == ["assistant", "tool", "assistant"]
+    assert [part["text"] for part in messages[0]["content"]] == ["a", "b"]
 
 
 BAD_FIELDS: dict[str, list[Any]] = {
