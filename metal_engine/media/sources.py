@@ -93,16 +93,17 @@ def decode_base64(text: str, start: int = 0) -> bytes:
     """
     if (len(text) - start) * 3 // 4 > MAX_FILE_BYTES + 4:
         raise SourceError(f" has more than {MAX_FILE_BYTES >> 20} MiB")
-    pieces, rest = [], b""
+    pieces, rest, is_padded = [], b"", False
     try:
         for begin in range(start, len(text), _CHARACTERS_AT_ONCE):
             check_cancelled()
             given = rest + text[begin : begin + _CHARACTERS_AT_ONCE].encode("ascii").translate(None, _SPACE)
+            if is_padded and given:
+                raise SourceError(" is not valid base64: data follows the padding")
             num_whole = len(given) // 4 * 4
             if begin + _CHARACTERS_AT_ONCE < len(text):
-                if given[:num_whole].endswith(b"="):
-                    raise SourceError(" is not valid base64: data follows the padding")
                 given, rest = given[:num_whole], given[num_whole:]
+                is_padded |= given.endswith(b"=")
             elif len(given) % 4 and b"=" not in given:
                 given += b"=" * (-len(given) % 4)  # some clients leave out the padding
             pieces.append(binascii.a2b_base64(given, strict_mode=True))

@@ -247,7 +247,7 @@ def test_base64_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch)
         assert decode_base64(text) == data
         assert decode_base64(text.rstrip("=")) == data
         assert decode_base64("\r\n".join(text[i : i + 5] for i in range(0, len(text), 5))) == data
-        assert decode_base64("x," + text, 2) == data
+        assert decode_base64("x," + text + "\r\n  \r\n", 2) == data
         assert ImageSource(f"data:image/png;base64,{text}", "").read(()) == data
         assert ImageSource(text, "", is_base64=True).read(()) == data
 
