@@ -217,10 +217,12 @@ class CompiledGrammar:
             now = time.monotonic()
             if not self._is_open:
                 raise _ProcessEndedError
-            if now - self._heard_at > _ANSWER_SECONDS:
+            if self._exchange(max(deadline - now, 0.0)):
+                continue  # an answer counts however late it is read: a step may take minutes
+            if time.monotonic() - self._heard_at > _ANSWER_SECONDS:
                 self.needs_replacement = True
                 raise ValueError(_TOO_COMPLEX)
-            if not self._exchange(max(deadline - now, 0.0)) and now >= deadline:
+            if now >= deadline:
                 return None
         answer = self._answers.pop(output_id)
         if answer[:1] == ERROR:

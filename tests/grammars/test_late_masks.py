@@ -84,10 +84,16 @@ def test_that_masks_after_drafts_have_ended_is_logged_once(
 def test_a_process_that_never_answers_ends_its_output(
     grammar: tuple[CompiledGrammar, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An answer that has arrived counts, even if it is read after the time limit."""
     monkeypatch.setattr(compiled_module, "_ANSWER_SECONDS", 0.0)
+    compiled, process = grammar
+    matcher, mask = compiled.matcher(), np.zeros(NUM_WORDS, np.int32)
+    matcher.consume([1])
+    process.sendall(framed(pack_masks(MASK, [np.full(NUM_WORDS, 7, np.int32).tobytes()])))
+    assert matcher.fill_mask(mask, math.inf) and (mask == 7).all()
     with pytest.raises(ValueError, match="too complex"):
-        grammar[0].matcher().fill_mask(np.zeros(NUM_WORDS, np.int32), math.inf)
-    assert grammar[0].needs_replacement
+        compiled.matcher().fill_mask(mask, math.inf)
+    assert compiled.needs_replacement
 
 
 @pytest.mark.parametrize(("ahead", "block_size"), diagonal([False, True], [1, 4, 16]))
