@@ -273,8 +273,9 @@ def test_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> N
         limits.connection_limits(ServerArgs(max_connections=available + 1))
 
 
-def test_limits_of_the_process() -> None:
-    """The soft limit is raised as needed for connections. Importing mlx-lm does not change it."""
+@pytest.mark.parametrize(("max_connections", "expected"), [(3000, 3000 + 144), (16, 2048)])
+def test_limits_of_the_process(max_connections: int, expected: int) -> None:
+    """The soft limit is raised as needed for connections. Importing mlx-lm raises a low limit, and lowers none."""
     code = (
         "import resource\n"
         "from metal_engine.loading.build import build_engine\n"
@@ -283,11 +284,11 @@ def test_limits_of_the_process() -> None:
         "from metal_engine.settings.server_args import ServerArgs\n"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))\n"
-        "connection_limits(ServerArgs(max_connections=3000))\n"
+        f"connection_limits(ServerArgs(max_connections={max_connections}))\n"
         "try:\n"
         "    build_engine(EngineArgs(model='/nowhere'))\n"
         "except Exception as error:\n"
-        "    print(type(error).__name__, resource.getrlimit(resource.RLIMIT_NOFILE) == (3000 + 144, hard))\n"
+        f"    print(type(error).__name__, resource.getrlimit(resource.RLIMIT_NOFILE) == ({expected}, hard))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE)
     assert result.stdout == "ModelLoadError True\n", result.stderr
