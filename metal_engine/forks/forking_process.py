@@ -107,7 +107,7 @@ class ForkingProcess:
         Raises:
             ForkError: the process cannot be started.
         """
-        ours, theirs = socket.socketpair()
+        ours, theirs = _socket_pair()
         with theirs, self._lock:
             try:
                 theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -136,7 +136,7 @@ class ForkingProcess:
 
     def _start(self) -> None:
         self.close()
-        ours, theirs = socket.socketpair()
+        ours, theirs = _socket_pair()
         try:
             with theirs:
                 # Starts a new interpreter: a fork would inherit the locks of other threads, and MLX.
@@ -165,6 +165,14 @@ class ForkingProcess:
         end, self._control = self._end, None
         if end is not None:
             end()
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets. Raises ForkError if this process has too many open files."""
+    try:
+        return socket.socketpair()
+    except OSError as error:
+        raise ForkError(str(error)) from error
 
 
 def _end_process(control: socket.socket, process: subprocess.Popen[bytes]) -> None:

@@ -161,6 +161,9 @@ def test_without_processes_only_structured_output_is_refused(
         patch.setattr(python_process, "PYTHON", ("/bin/false",))
         with pytest.raises(OverloadedError, match=r"cannot be started: it ended with status 1$"):
             engine.prepare(byte_ids("a"), structured)
+        patch.setattr(socket, "socketpair", Mock(side_effect=OSError("too many open files")))
+        with pytest.raises(OverloadedError, match=r"cannot be started: too many open files$"):
+            engine.prepare(byte_ids("a"), structured)
         engine.prepare(byte_ids("a"), SamplingParams())
     with monkeypatch.context() as patch:
         patch.setattr(compiler_module, "receive_patiently", lambda channel: b"cannot be served, because of X")
