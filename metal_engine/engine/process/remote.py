@@ -101,10 +101,15 @@ class EngineCalls:
             return found
 
     def release(self) -> None:
-        """Send a message that releases the dropped objects in the process. Raises EngineDeadError."""
+        """Send a message that releases the dropped objects in the process, and forget the calls that make them.
+
+        Raises EngineDeadError.
+        """
         dropped = self.dropped_grammars, self.dropped_adapters, self.dropped_images
         if any(dropped):
             keys = [[one.popleft() for _ in range(len(one))] for one in dropped]
+            for key in keys[0]:  # the client of a call without a reply has disconnected
+                self._pending.pop(key, None)
             self.send(wire.Release(*keys))
 
     def resolve(self, reply: wire.Reply) -> None:

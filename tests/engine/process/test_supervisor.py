@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import gc
 import logging
 import os
 import random
 import signal
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.process import wire
 from metal_engine.engine.process.engine_process import EngineProcess
+from metal_engine.engine.process.remote import EngineCalls, RemoteGrammars
 from metal_engine.engine.step_observer import Frame
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOutput, merge_outputs
@@ -267,6 +274,20 @@ def test_requests_and_calls_wait_for_the_new_process() -> None:
         assert num_deaths(engine) == 2
     finally:
         engine.shutdown()
+
+
+def test_a_new_process_does_not_make_the_grammar_of_a_client_that_has_disconnected() -> None:
+    sent: list[wire.Message] = []
+    calls = EngineCalls(sent.append, threading.RLock())
+    disconnected = threading.Event()
+    disconnected.set()
+    context = contextvars.copy_context()
+    context.run(caller_disconnected.set, disconnected)
+    with pytest.raises(Cancelled):
+        context.run(RemoteGrammars(calls).grammar_for, StructuredOutputsParams(regex="a"), None, np.array([], np.int32))
+    gc.collect()
+    calls.release()
+    assert [type(one) for one in sent] == [wire.MakeGrammar, wire.Release] and calls.messages() == []
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="the system has no real-time signals")
