@@ -352,7 +352,9 @@ class _Preparation(Generic[BodyT]):
             with self._errors_as_api_errors():
                 self._insert_images()
         if config.scheduler.speculative is not None:
-            self.predicted_token_ids = endpoint.predicted(body, tokenizer)
+            # Tokenizers may have more tokens than the model, which cannot compute them as drafts.
+            vocab_size = config.model.vocab_size
+            self.predicted_token_ids = [i for i in endpoint.predicted(body, tokenizer) if i < vocab_size]
         if len(self._prompts) * params.n > MAX_SEQUENCES:
             raise invalid(f"n times the number of prompts must be at most {MAX_SEQUENCES}", param="n")
         self._is_forced = True  # an error in `adjust` is caused by tool calls

@@ -13,7 +13,7 @@ from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.server.status.test_metrics import scrape, value
 from tests.support.serving import MODEL, Served, serve
 from tests.support.speculation import propose_from, speculative_config
-from tools.fixtures.fake_engine import echo, fake_config, script
+from tools.fixtures.fake_engine import SPECIAL_TOKENS, VOCAB_SIZE, echo, fake_config, script, tiny_tokenizer
 
 TEXT = "the first part, the second part, the third part: grüße, 東京 and 👩‍👩‍👧‍👦. the first part, the second end"
 
@@ -169,6 +169,17 @@ def test_what_a_stop_string_cuts_off_was_not_accepted(predicting: Served) -> Non
         assert details["rejected_prediction_tokens"] == 0
         counts.append((usage["completion_tokens"], details["accepted_prediction_tokens"]))
     assert counts == [(7, 5), (8, 6), (9, 7), (10, 8), (11, 8)]
+
+
+def test_predicted_tokens_beyond_the_model_s_vocabulary_are_not_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer has special tokens that the model lacks."""
+    config = fake_config(speculative=speculative_config(4), vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS))
+    seen: list[RequestOptions] = []
+    with serve(script("go on"), config=config, tokenizer=tiny_tokenizer("{{ messages[0].content }}")) as served:
+        add = served.core.scheduler.add_request
+        monkeypatch.setattr(served.core.scheduler, "add_request", lambda r: (add(r), seen.append(r.options)))
+        chat(served, prediction={"type": "content", "content": f"go{SPECIAL_TOKENS[1]} on"})
+    assert [bytes(options.predicted_token_ids) for options in seen] == [b"go on"]
 
 
 def test_a_stream_tells_the_same(predicting: Served) -> None:
