@@ -349,6 +349,7 @@ class Scheduler:
             plan: plan of the step. None: void the drafts of all steps in flight.
         """
         self.forget_cached()  # the cache may contain blocks that will never be written
+        self._filled.clear()  # not empty if an error has interrupted the planning of a step
         if self.speculation is not None:
             self.speculation.failed(plan)
 

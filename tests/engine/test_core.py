@@ -137,3 +137,13 @@ def test_a_preempted_request_has_been_queued_once() -> None:
     engine.scheduler.preempt_all()
     drain(engine)
     assert engine.stats.num_preemptions == 1 and sum(engine.metrics.queue.counts) == 1
+
+
+def test_an_error_while_a_step_is_planned_affects_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_core(ahead=False)
+    engine.add_request("lost", engine.prepare(byte_ids("more than a block"), SamplingParams(max_tokens=1)))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler.prefix_cache, "publish", lambda request: 1 / 0)
+        assert [output.finish_reason for output in engine.step()] == ["error"]
+    engine.add_request("next", engine.prepare(byte_ids("next"), SamplingParams(max_tokens=3)))
+    assert token_ids(drain(engine)["next"]) == generated(byte_ids("next"), 3)
