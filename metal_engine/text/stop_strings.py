@@ -84,16 +84,14 @@ class StopStrings:
         string, unless ``include`` is set.
 
         Args:
-            is_active: False to show the text without looking for stop strings.
+            is_active: False to ignore the stop strings that end in the new text.
         """
         node = self._node
-        if not is_active:
-            return text, None
         if not node.depth and node.longer.keys().isdisjoint(text):  # fast path: no stop string starts in this text
             return text, None
         for i, ch in enumerate(text):
             node = node.after(ch)
-            if node.stop is not None:
+            if is_active and node.stop is not None:
                 shown = self._held + text[: i + 1]
                 self._held = ""
                 return shown if self._include else shown[: -len(node.stop)], node.stop
@@ -170,7 +168,8 @@ class StopStringsOutsideReasoning(StopStrings):
                 begun = part.lstrip()
                 shown += part[: len(part) - len(begun)]
                 part, self._is_after_reasoning = begun, not begun
-            more, found = super().add(part, is_active=is_active and self._state != "reasoning")
+            is_searched = self._state != "reasoning"
+            more, found = super().add(part, is_active=is_active) if is_searched else (part, None)
             shown += more
             if found is not None:
                 return shown, found

@@ -34,9 +34,12 @@ tokenizer = cache(tiny_tokenizer)
 # --- StopStrings --------------------------------------------------------------------------------------------
 
 
-def truth(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-    """Return the result by definition: the text is cut at the first position at which a stop string is complete."""
-    for end in range(1, len(text) + 1):
+def truth(text: str, stops: tuple[str, ...], num_ignored: int) -> tuple[str, str | None]:
+    """Return the result by definition: the text is cut at the first position at which a stop string is complete.
+
+    Ignores the stop strings that end in the first ``num_ignored`` characters.
+    """
+    for end in range(1 + num_ignored, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             longest = max(complete, key=len)
@@ -44,11 +47,11 @@ def truth(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
     return text, None
 
 
-def feed(stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], str | None]:
+def feed(stops: tuple[str, ...], pieces: list[str], num_inactive: int) -> tuple[list[str], str | None]:
     finder = StopStrings(stop_automaton(stops))
     shown = []
-    for piece in pieces:
-        text, found = finder.add(piece)
+    for i, piece in enumerate(pieces):
+        text, found = finder.add(piece, is_active=i >= num_inactive)
         shown.append(text)
         if found is not None:
             return shown, found
@@ -63,12 +66,17 @@ def cut(text: str, cuts: list[int]) -> list[str]:
     text=st.text("abc", max_size=40),
     stops=st.lists(st.text("abc", min_size=1, max_size=6), max_size=4).map(tuple),
     cuts=st.lists(st.integers(0, 1000), max_size=10),
+    num_inactive=st.integers(0, 3),
 )
-@example(text="abc", stops=("abc", "b"), cuts=[2])
-@example(text="aabaab", stops=("aabaac", "ab"), cuts=[])
-def test_stop_strings_are_found_wherever_the_text_is_cut(text: str, stops: tuple[str, ...], cuts: list[int]) -> None:
-    shown, found = feed(stops, cut(text, cuts))
-    assert ("".join(shown), found) == truth(text, stops)
+@example(text="abc", stops=("abc", "b"), cuts=[2], num_inactive=0)
+@example(text="aabaab", stops=("aabaac", "ab"), cuts=[], num_inactive=0)
+@example(text="abab", stops=("ab",), cuts=[3], num_inactive=1)
+def test_stop_strings_are_found_wherever_the_text_is_cut(
+    text: str, stops: tuple[str, ...], cuts: list[int], num_inactive: int
+) -> None:
+    pieces = cut(text, cuts)
+    shown, found = feed(stops, pieces, num_inactive)
+    assert ("".join(shown), found) == truth(text, stops, len("".join(pieces[:num_inactive])))
 
 
 def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
