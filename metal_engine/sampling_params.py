@@ -135,7 +135,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     """Words that may not be generated: the last token of a word is excluded after the other tokens of the word."""
     seed: int | None = None
-    """The same seed, prompt and parameters give the same random draws in any batch."""
+    """The same seed, prompt and parameters give the same random draws in any batch; -1 means no seed."""
     stop: tuple[str, ...] = ()
     """Strings that end generation. The text is cut before the first match."""
     stop_token_ids: tuple[int, ...] = ()
@@ -292,6 +292,12 @@ def _integer_or_none(name: str, value: Any) -> int | None:
     return None if value is None else _integer(name, value)
 
 
+def _seed(name: str, value: Any) -> int | None:
+    """Return a seed, or None if ``value`` is None or -1, as in vLLM."""
+    seed = _integer_or_none(name, value)
+    return None if seed == -1 else seed
+
+
 def _number(name: str, value: Any, part: str = "") -> float:
     if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
         with suppress(OverflowError):  # an integer beyond the largest float
@@ -314,7 +320,7 @@ _NUMBERS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Any], bool], str]
     "logprobs": (_integer_or_none, lambda n: 0 <= n <= MAX_LOGPROBS, f"be in [0, {MAX_LOGPROBS}]"),
     "thinking_token_budget": (_integer_or_none, lambda n: n >= 0, "be at least 0"),
     "prompt_logprobs": (_integer_or_none, lambda n: 0 <= n <= MAX_LOGPROBS, f"be in [0, {MAX_LOGPROBS}]"),
-    "seed": (_integer_or_none, lambda seed: -(2**63) <= seed < 2**63, "fit in 64 bits"),
+    "seed": (_seed, lambda seed: -(2**63) <= seed < 2**63, "fit in 64 bits"),
     "truncate_prompt_tokens": (_integer_or_none, lambda n: n == -1 or n >= 1, "be -1 or at least 1"),
 }
 

@@ -93,7 +93,8 @@ def test_each_choice_has_a_seed_of_its_own() -> None:
     seeds = [params.seed_of(i) for i in range(4)]
     assert seeds[:2] == [2**63 - 2, 2**63 - 1] and len(set(seeds)) == 4
     assert all(seed is not None and -(2**63) <= seed < 2**63 for seed in seeds)
-    assert SamplingParams(n=2).seed_of(1) is None and SamplingParams(seed=3).seed_of(0) == 3
+    assert SamplingParams(n=2).seed_of(1) is SamplingParams(seed=-1).seed_of(0) is None
+    assert SamplingParams(seed=3).seed_of(0) == 3
 
 
 def test_a_changed_copy_shares_what_was_checked() -> None:
