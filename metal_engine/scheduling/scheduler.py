@@ -158,8 +158,8 @@ class Scheduler:
         if plan.num_scheduled_tokens:  # an empty plan is not executed, so it must not contain the dropped ids
             if self.connector is not None:
                 plan.kv_connector_metadata = self.connector.build_connector_meta(self.states.take_saves())
-            plan.dropped_req_ids, self._dropped = self._dropped, []
             self.images.plan(plan)
+            plan.dropped_req_ids, self._dropped = self._dropped, []  # last: an error before it loses no id
         return plan
 
     def _max_chunk_tokens(self, request: Request, num_computed: int) -> int:

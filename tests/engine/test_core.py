@@ -139,11 +139,18 @@ def test_a_preempted_request_has_been_queued_once() -> None:
     assert engine.stats.num_preemptions == 1 and sum(engine.metrics.queue.counts) == 1
 
 
-def test_an_error_while_a_step_is_planned_affects_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("part", "function"), [("prefix_cache", "publish"), ("images", "plan")])
+def test_an_error_while_a_step_is_planned_affects_no_later_request(
+    part: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_core(ahead=False)
+    runner: Any = engine.runner
+    engine.add_request("ended", engine.prepare(byte_ids("x"), SamplingParams(max_tokens=1)))
+    drain(engine)
     engine.add_request("lost", engine.prepare(byte_ids("more than a block"), SamplingParams(max_tokens=1)))
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler.prefix_cache, "publish", lambda request: 1 / 0)
+        patch.setattr(getattr(engine.scheduler, part), function, lambda *args: 1 / 0)
         assert [output.finish_reason for output in engine.step()] == ["error"]
     engine.add_request("next", engine.prepare(byte_ids("next"), SamplingParams(max_tokens=3)))
     assert token_ids(drain(engine)["next"]) == generated(byte_ids("next"), 3)
+    assert list(runner.held) == ["next#2"]
