@@ -73,6 +73,11 @@ class CallEnd:
             elif kind == "quote":
                 self._state = "string" if self._state == "json" else "json"
 
+    @property
+    def is_quoting(self) -> bool:
+        """True if the text so far ends within a quoted part."""
+        return self._state in ("head", "text", "json", "string")
+
     def unclosed_mark(self) -> tuple[int, str] | None:
         """Return position and text of the first mark in the quoted part that is open at the end of the text.
 

@@ -51,19 +51,28 @@ class AnswerReader:
         """Number of tool calls parsed successfully so far."""
         return self._splitter.num_calls
 
-    def add(self, text: str, token_ends: Sequence[int], finish_reason: str | None = None) -> list[AnswerDelta]:
+    def add(
+        self,
+        text: str,
+        token_ends: Sequence[int],
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+    ) -> list[AnswerDelta]:
         """Parse the next piece of text, which can end at any character. Return the resulting deltas.
 
         Args:
             token_ends: end positions of the tokens, as in :class:`metal_engine.request.RequestOutput`.
             finish_reason: reason for the end of the output; None if more text follows. After ``length``, an incomplete
-                call becomes content, or keeps incomplete arguments if it is forced or was streamed.
+                call becomes content, or keeps incomplete arguments if it is forced or was streamed. The same applies if
+                a stop string cuts off an argument.
+            stop_reason: stop string or id of the stop token that ended the output; None if neither did.
         """
         deltas = self._splitter.add(text)
         if self._bounds:
             self._count(token_ends)
         if finish_reason is not None:
-            deltas += self._splitter.finish(truncated=finish_reason == "length")
+            is_cut = finish_reason == "length" or (isinstance(stop_reason, str) and self._splitter.is_in_value)
+            deltas += self._splitter.finish(truncated=is_cut)
         if not self._hides_reasoning:
             return deltas
         return [delta for delta in deltas if not (isinstance(delta, TextDelta) and delta.kind == "reasoning")]

@@ -99,7 +99,8 @@ def read_answers(result: GenerationResult, answers: ChatAnswers) -> GenerationRe
     """Return the result with each output's text split into content, reasoning and tool calls."""
     outputs = []
     for output in result.outputs:
-        answer = assemble(answers.reader(incremental=False).add(output.text, (), output.finish_reason))
+        reader = answers.reader(incremental=False)
+        answer = assemble(reader.add(output.text, (), output.finish_reason, output.stop_reason))
         outputs.append(
             replace(output, content=answer.content, reasoning=answer.reasoning, tool_calls=answer.tool_calls)
         )

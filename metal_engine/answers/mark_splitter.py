@@ -88,6 +88,10 @@ class MarkSplitter(Splitter):
     def num_calls(self) -> int:
         return 0 if self._calls is None else self._calls.num_calls
 
+    @property
+    def is_in_value(self) -> bool:
+        return self._state == "call" and self._call_end.is_quoting
+
     def add(self, text: str) -> list[AnswerDelta]:
         return self.take(text, len(text))
 

@@ -25,6 +25,11 @@ class Splitter:
         """Number of tool calls parsed successfully so far."""
         return 0
 
+    @property
+    def is_in_value(self) -> bool:
+        """True if the text so far ends within an argument of a tool call."""
+        return False
+
     def add(self, text: str) -> list[AnswerDelta]:
         """Parse the next piece of text. Return the deltas that later text cannot change."""
         return [TextDelta("content", text)] if text else []

@@ -101,6 +101,10 @@ class CallsOrStructureSplitter(Splitter):
     def num_calls(self) -> int:
         return self._calls.num_calls
 
+    @property
+    def is_in_value(self) -> bool:
+        return self._calls.is_in_value
+
     def add(self, text: str) -> list[AnswerDelta]:
         if self._chosen is not None:
             return self._chosen.add(text)
@@ -132,6 +136,10 @@ class HandoverSplitter(Splitter):
     @property
     def num_calls(self) -> int:
         return self._rest.num_calls
+
+    @property
+    def is_in_value(self) -> bool:
+        return self._rest.is_in_value
 
     def add(self, text: str) -> list[AnswerDelta]:
         return self._handed_over(self._first.add(text))

@@ -323,6 +323,19 @@ def test_another_end_mark_of_reasoning_that_a_budget_or_the_prompt_ended(
             assert parsed(answers, parts) == (content if expected is None or not drops else expected, reasoning, [])
 
 
+@pytest.mark.parametrize("is_structured", [False, True])
+def test_a_stop_string_within_an_argument_cuts_the_call_off(is_structured: bool) -> None:
+    """A call whose closing mark is the stop string is complete. So is a call that the model itself ends."""
+    text = "<tool_call>\n<function=find_trains>\n<parameter=city>\nRome"
+    for end, stop, is_call in (
+        ("", "\n\n", False), ("", None, True), ("\n</parameter>\n</function>\n", "</tool_call>", True),
+    ):  # fmt: skip
+        answers = ChatAnswers(answer_format("qwen3_coder"), PARSED, is_structured=is_structured)
+        answer = assemble(answers.reader(incremental=False).add(text + end, (), "stop", stop))
+        assert [call.arguments for call in answer.tool_calls] == ['{"city": "Rome"}'] * is_call
+        assert answer.content == (None if is_call else text)
+
+
 def test_a_whole_call_after_another_end_mark() -> None:
     prompt = "assistant\n<think>\n\n</think>\n\n"
     answers = ChatAnswers.for_prompt(answer_format("pythonic"), PARSED, [], lambda ids: prompt)

@@ -95,7 +95,9 @@ class Choice:
         Args:
             token_ends: end of each token's text in characters, as in :attr:`RequestOutput.token_ends`.
         """
-        return [] if self.reader is None else self.reader.add(text, token_ends, self.finish_reason)
+        if self.reader is None:
+            return []
+        return self.reader.add(text, token_ends, self.finish_reason, self.stop_reason)
 
     def add(self, output: RequestOutput, *, keep: bool) -> None:
         """Record an output. ``keep`` is True to also store its text, tokens and log probabilities."""

@@ -123,6 +123,13 @@ def test_one_call_and_none(plain: Served) -> None:
     assert (message["calls"], message["content"], reason) == ([], RECORD.text[:60], "length")
 
 
+def test_a_stop_string_within_an_argument() -> None:
+    text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n\nand more"
+    with answering(text, answer_format("qwen3_coder")) as served:
+        message, reason = streamed(served, tools=TOOLS, stop=["\n\n"])
+        assert (message["calls"], message["content"], reason) == ([], text.partition("\n\n")[0], "stop")
+
+
 def test_a_begun_call_that_is_none_in_other_endpoints() -> None:
     """The call stays incomplete, and is marked as incomplete if the endpoint has a field for that."""
     with answering(MALFORMED["mistral"], answer_format("mistral")) as served:
