@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 from metal_engine.text.chat_template import Message
 
 _TEXT = "text of a part"
+# Id of a call that all templates accept. Mistral's require nine letters and digits.
+_ID = "call12345"
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 # Text in the output of a template that writes a list of parts as Python spells it, without reading the parts.
 _LIST = "'type'"
 
@@ -47,7 +53,7 @@ class MessageRules:
     def takes_content_or_thinking(self) -> bool:
         """True if a message with calls may not have both content and ``thinking``, as in gpt-oss's template."""
         function = {"name": "function", "arguments": {}}
-        message = {"role": "assistant", "thinking": "thinking", "tool_calls": [{"id": "call", "function": function}]}
+        message = {"role": "assistant", "thinking": "thinking", "tool_calls": [{"id": _ID, "function": function}]}
         return self._renders({**message, "content": ""}) and not self._renders({**message, "content": "content"})
 
     @cached_property
@@ -62,16 +68,21 @@ class MessageRules:
         with_image = self._rendered_result([*text, {"type": "image"}])
         return with_image is not None and _LIST not in with_image and with_image != self._rendered_result(text)
 
-    def _rendered_result(self, content: list[dict[str, str]]) -> str | None:
-        """Return the rendered text of a conversation with ``content`` as the result of a call.
+    @cached_property
+    def takes_only_short_ids(self) -> bool:
+        """True if the ids of calls must have nine characters, as in Mistral's templates."""
+        return self._rendered_result(_TEXT) is not None and self._rendered_result(_TEXT, "call_1") is None
+
+    def _rendered_result(self, content: str | list[dict[str, str]], call_id: str = _ID) -> str | None:
+        """Return the rendered text of a conversation with ``content`` as the result of the call ``call_id``.
 
         Return None if the template refuses the conversation.
         """
-        call = {"id": "call", "type": "function", "function": {"name": "function", "arguments": {}}}
+        call = {"id": call_id, "type": "function", "function": {"name": "function", "arguments": {}}}
         messages: list[Message] = [
             {"role": "user", "content": "question"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call", "name": "function", "content": content},
+            {"role": "tool", "tool_call_id": call_id, "name": "function", "content": content},
         ]
         try:
             return self._render(messages)
@@ -122,6 +133,35 @@ def with_content_as_thinking(messages: list[Message], rules: MessageRules) -> li
         thinking = f"{messages[i]['thinking']}\n\n{messages[i]['content']}"
         changed[i] = {**messages[i], "content": "", "thinking": thinking}
     return changed
+
+
+def with_short_ids(messages: list[Message], rules: MessageRules) -> list[Message]:
+    """Replace the ids of calls by ids of nine letters and digits, if the template requires this.
+
+    An id always gets the same replacement, so that earlier messages stay a prefix of the next turn. If no message
+    changes, the same list is returned.
+
+    Args:
+        messages: plain data from :func:`metal_engine.text.chat_template.plain_messages`. They stay unchanged.
+        rules: rules of the chat template.
+    """
+    if not any(one.get("tool_calls") or "tool_call_id" in one for one in messages) or not rules.takes_only_short_ids:
+        return messages
+    changed = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            message = {**message, "tool_calls": [_with_short_id(call, "id") for call in calls]}
+        changed.append(_with_short_id(message, "tool_call_id"))
+    return changed
+
+
+def _with_short_id(given: Any, key: str) -> Any:
+    """Return a call or a message with a short id under ``key``. Return it unchanged if it has no such id."""
+    given_id = given.get(key) if isinstance(given, dict) else None
+    if not isinstance(given_id, str) or _SHORT_ID.fullmatch(given_id):
+        return given
+    return {**given, key: hashlib.sha256(given_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]}
 
 
 def _has_both(message: Message) -> bool:

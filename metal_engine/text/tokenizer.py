@@ -18,7 +18,7 @@ from metal_engine.text.control_tokens import ControlTokens
 from metal_engine.text.detokenizer import Detokenizer
 from metal_engine.text.infilling import Infilling
 from metal_engine.text.long_text import TextTooLongError, encode, limit_word_cache, special_token_affixes
-from metal_engine.text.message_rules import MessageRules, with_content_as_thinking
+from metal_engine.text.message_rules import MessageRules, with_content_as_thinking, with_short_ids
 
 # Spelling of a single byte in tokenizers without a byte alphabet.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -289,6 +289,7 @@ class Tokenizer:
         self._check_length({"messages": messages, **template_kwargs})
         try:
             given = with_content_as_thinking(chat_template.plain_messages(messages), self.message_rules)
+            given = with_short_ids(given, self.message_rules)
             if self.template_mentions("type") and self.message_rules.needs_parts:
                 given = [
                     {**one, "content": as_parts(one["content"])} if one.get("content") is not None else one

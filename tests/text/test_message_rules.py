@@ -108,6 +108,26 @@ def test_content_before_calls_joins_the_reasoning_if_the_template_takes_only_one
     assert "So.|" in rendered(takes_both, {**said, "content": parts, "tool_calls": [call]})
 
 
+# As in Mistral's templates.
+SHORT_IDS = (
+    "{% for m in messages %}{% set ids = [m.tool_call_id] if m.tool_call_id else m.tool_calls | map(attribute='id') %}"
+    "{% for id in ids %}{% if id | length != 9 %}{{ raise_exception('ids should have length 9') }}{% endif %}{{ id }} "
+    "{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("template", "expected"), [
+    (SHORT_IDS, ["c557a85a0", "abcDEF123", "c557a85a0", "abcDEF123"]),
+    (SHORT_IDS.replace("id | length != 9", "false"), ["call_0", "abcDEF123", "call_0", "abcDEF123"]),
+])  # fmt: skip
+def test_ids_of_calls_are_short_if_the_template_requires_it(template: str, expected: list[str]) -> None:
+    calls = [{"id": one, "function": {"name": "f", "arguments": {}}} for one in ("call_0", "abcDEF123")]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in calls]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    tokenizer = tiny_tokenizer(template)
+    assert tokenizer.decode(tokenizer.apply_chat_template(messages)).split() == expected
+
+
 # As in SmolVLM's template: a content that is a text is read as a list, so nothing is written.
 PARTS_ONLY = (
     "{% for m in messages %}{{ m['role'] }}{% if m['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
