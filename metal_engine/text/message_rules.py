@@ -71,14 +71,22 @@ class MessageRules:
     @cached_property
     def takes_only_short_ids(self) -> bool:
         """True if the ids of calls must have nine characters, as in Mistral's templates."""
-        return self._rendered_result(_TEXT) is not None and self._rendered_result(_TEXT, "call_1") is None
+        return self._rendered_result(_TEXT) is not None and self._rendered_result(_TEXT, call_id="call_1") is None
 
-    def _rendered_result(self, content: str | list[dict[str, str]], call_id: str = _ID) -> str | None:
-        """Return the rendered text of a conversation with ``content`` as the result of the call ``call_id``.
+    @cached_property
+    def takes_only_text_arguments(self) -> bool:
+        """True if the arguments of calls must be JSON text, as in DeepSeek's templates, which append it to a text."""
+        return self._rendered_result(_TEXT) is None and self._rendered_result(_TEXT, arguments="{}") is not None
+
+    def _rendered_result(
+        self, content: str | list[dict[str, str]], *, call_id: str = _ID, arguments: Any = None
+    ) -> str | None:
+        """Return the rendered text of a conversation with ``content`` as the result of a call.
 
         Return None if the template refuses the conversation.
         """
-        call = {"id": call_id, "type": "function", "function": {"name": "function", "arguments": {}}}
+        function = {"name": "function", "arguments": {} if arguments is None else arguments}
+        call = {"id": call_id, "type": "function", "function": function}
         messages: list[Message] = [
             {"role": "user", "content": "question"},
             {"role": "assistant", "content": "", "tool_calls": [call]},

@@ -46,7 +46,8 @@ def template_messages(
     as_text = any(message.role == "tool" or message.tool_calls for message in messages) and not (
         tokenizer.template_takes_tools or tokenizer.template_mentions("tool_calls")
     )
-    arguments = None if as_text else ContentLimits()
+    is_text = as_text or tokenizer.message_rules.takes_only_text_arguments
+    arguments = None if is_text else ContentLimits()
     result = [_template_message(i, message, arguments) for i, message in enumerate(messages)]
     if as_text:
         result = _with_calls_as_text(result, parser)
@@ -155,7 +156,7 @@ def _written(index: int, calls: list[dict[str, Any]]) -> Iterator[tuple[str, str
         if not isinstance(function, dict) or not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
             problem = f" must be a text of 1 to {_MAX_NAME} characters"
             raise invalid(problem, where=f"messages[{index}].tool_calls[{i}].function.name")
-        arguments = function.get("arguments") or "{}"
+        arguments = function["arguments"]
         try:
             yield name, arguments if isinstance(arguments, str) else dumps(arguments)
         except TooComplexError as error:
@@ -166,7 +167,7 @@ def _template_message(index: int, message: ChatMessage, arguments: ContentLimits
     """Convert one message.
 
     Args:
-        arguments: limits on the arguments of calls, which are parsed to objects. None to leave calls unchanged.
+        arguments: limits on the arguments of calls, which are parsed to objects. None to keep arguments as text.
 
     Raises:
         APIError: status 400, for missing or unsupported content, or for arguments that exceed the limits.
@@ -184,8 +185,7 @@ def _template_message(index: int, message: ChatMessage, arguments: ContentLimits
         # Templates use either name.
         result["reasoning"] = result["reasoning_content"] = reasoning
     if message.tool_calls:
-        calls = message.tool_calls
-        result["tool_calls"] = calls if arguments is None else [_tool_call(call, arguments) for call in calls]
+        result["tool_calls"] = [_tool_call(call, arguments) for call in message.tool_calls]
     return result
 
 
@@ -215,11 +215,11 @@ def _content(index: int, content: str | list[ContentPart]) -> Content:
     return parts[0]["text"] if parts else ""
 
 
-def _tool_call(call: dict[str, Any], limits: ContentLimits) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, which templates expect. Clients send a string.
+def _tool_call(call: dict[str, Any], limits: ContentLimits | None) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, which most templates expect. Clients send a string.
 
-    Missing, empty and null arguments become an empty object: clients send them for a function without parameters. A
-    call is returned unchanged if its arguments are not valid JSON.
+    Missing, empty and null arguments become an empty object: clients send them for a function without parameters. Other
+    arguments stay unchanged if they are not valid JSON, or if ``limits`` is None.
 
     Raises:
         APIError: status 400, for arguments that exceed the limits.
@@ -227,12 +227,12 @@ def _tool_call(call: dict[str, Any], limits: ContentLimits) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict):
         return call
-    arguments = function.get("arguments")
-    if arguments and isinstance(arguments, str):
+    arguments = function.get("arguments") or "{}"
+    if limits is not None and isinstance(arguments, str):
         try:
-            arguments = limits.loads(arguments)
+            arguments = limits.loads(arguments) or {}
         except TooComplexError as error:
             raise invalid(f": a call's arguments {error}", where="messages") from error
         except (ValueError, RecursionError):
-            return call
-    return {**call, "function": {**function, "arguments": arguments or {}}}
+            pass
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -111,6 +111,14 @@ def test_a_call_without_arguments(arguments: str | None) -> None:
     assert message["content"] == f'<tool_call>\n{{"name": "f", "arguments": {arguments or "{}"}}}\n</tool_call>'
 
 
+def test_arguments_stay_text_if_the_template_requires_it() -> None:
+    """DeepSeek's templates append the arguments to a text."""
+    template = "{% for c in messages[1].tool_calls %}{{ c.function.name + c.function.arguments }};{% endfor %}"
+    with serve(tokenizer=tiny_tokenizer(template)) as served:
+        calls = [{"id": "c", "function": {"name": "now", "arguments": text}} for text in ('{"a":1}', "")]
+        assert prompt(served, [*USER, {"role": "assistant", "tool_calls": calls}]) == 'now{"a":1};now{};'
+
+
 def test_the_same_from_messages_and_responses(calling: Served) -> None:
     turn = [{"type": "text", "text": RECORD.content}]
     turn += [
