@@ -177,8 +177,11 @@ class LLM:
                 variables.setdefault(name, False)
             given, sources = split_images(messages_)
             prompt = self.tokenizer.apply_chat_template(given, **variables)
-            continues = bool(template_kwargs.get("continue_final_message"))
-            answers = ChatAnswers.for_prompt(answer_format, plan, prompt, self.tokenizer.decode, continues=continues)
+            continued = None
+            if template_kwargs.get("continue_final_message"):
+                content = given[-1].get("content")
+                continued = content if isinstance(content, str) else ""
+            answers = ChatAnswers.for_prompt(answer_format, plan, prompt, self.tokenizer.decode, continued=continued)
             key = (id(params), answers.in_reasoning, answers.past_reasoning)
             if key not in known:
                 known[key] = answers.applied_to(params, budget=budget)

@@ -118,7 +118,7 @@ class ChatAnswers:
         prompt: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         *,
-        continues: bool = False,
+        continued: str | None = None,
     ) -> ChatAnswers:
         """Return the ChatAnswers of a tokenized prompt.
 
@@ -127,14 +127,17 @@ class ChatAnswers:
             plan: use of the request's tools.
             prompt: token ids of the prompt.
             decode: converts tokens to text, including special tokens.
-            continues: True if the prompt ends within the assistant's message.
+            continued: text of the assistant's message with which the prompt ends. The output continues this message.
+                None if the output begins a new message.
         """
         if plan.prompted:
             answer_format = prompted_format(answer_format)
         marks = answer_format.reasoning
         if marks is None:
             return cls(answer_format, plan)
-        prompt_end = decode(prompt[-_PROMPT_END_TOKENS:])
+        continues = continued is not None
+        # A long message may have begun its reasoning before these tokens.
+        prompt_end = max(decode(prompt[-_PROMPT_END_TOKENS:]), (continued or "").rstrip(), key=len)
         if begins_in_reasoning(marks, prompt_end, continues=continues):
             return cls(answer_format, plan, in_reasoning=True)
         # The end mark of gpt-oss ends messages of all kinds.

@@ -267,7 +267,7 @@ def parsed(
 
 
 def test_a_continued_message_of_gpt_oss_has_its_structure_from_the_first_token() -> None:
-    continued = ChatAnswers.for_prompt(harmony_format(), PARSED, [], lambda ids: '<|message|>{"a"', continues=True)
+    continued = ChatAnswers.for_prompt(harmony_format(), PARSED, [], lambda ids: '<|message|>{"a"', continued="")
     given = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
     answers, params = continued.applied_to(given)
     assert params is given
@@ -275,12 +275,12 @@ def test_a_continued_message_of_gpt_oss_has_its_structure_from_the_first_token()
 
 
 @pytest.mark.parametrize(
-    ("prompt", "continues"),
-    [("assistant\n<think>\n\n</think>\n\n", False), ("assistant\n</think>", False), ("assistant\nSo:", True)],
+    ("prompt", "continued"),
+    [("assistant\n<think>\n\n</think>\n\n", None), ("assistant\n</think>", None), ("assistant\nSo:", "So:")],
 )
-def test_a_prompt_after_the_reasoning(prompt: str, continues: bool) -> None:
+def test_a_prompt_after_the_reasoning(prompt: str, continued: str | None) -> None:
     """The grammar applies from the first token. A budget changes nothing."""
-    answers = ChatAnswers.for_prompt(answer_format("json_tools"), NO_TOOLS, [], lambda ids: prompt, continues=continues)
+    answers = ChatAnswers.for_prompt(answer_format("json_tools"), NO_TOOLS, [], lambda ids: prompt, continued=continued)
     assert answers.past_reasoning and not answers.in_reasoning
     for more in ({}, {"structured_outputs": StructuredOutputsParams(json_object=True)}, {"stop": ("a",)}):
         params = SamplingParams(**more)  # type: ignore[arg-type]

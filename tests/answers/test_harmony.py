@@ -84,7 +84,7 @@ def test_what_is_no_header_is_not_lost() -> None:
 
 
 def test_a_continued_message_has_no_header() -> None:
-    answers = ChatAnswers.for_prompt(harmony_format(), NO_TOOLS, [], lambda ids: "<|message|>Add ", continues=True)
+    answers = ChatAnswers.for_prompt(harmony_format(), NO_TOOLS, [], lambda ids: "<|message|>Add ", continued="")
     for parts in cuts("to=5"):
         reader = answers.reader(incremental=False)
         assert joined([delta for part in parts for delta in reader.add(part, ())]) == [TextDelta("content", "to=5")]

@@ -29,6 +29,7 @@ from metal_engine.server.openai.template_messages import (
 from metal_engine.server.protocol import ChatCompletionBody, NamedToolChoice
 from metal_engine.server.response_bodies import AssistantMessage, ChatFinishReason, ChatToolCall, FunctionCall
 from metal_engine.server.tool_limit import checked_tools
+from metal_engine.text.content_parts import without_images
 from metal_engine.text.long_text import TextTooLongError
 from metal_engine.text.tokenizer import Tokenizer
 
@@ -121,8 +122,8 @@ class BaseChatEndpoint(Endpoint[ChatCompletionBody]):
             raise invalid_prompt(error, (error.name or "messages") if own else "chat_template_kwargs") from error
         except ValueError as error:
             raise invalid_prompt(error, "messages") from error
-        continues = bool(body.continue_final_message)
-        self._answers = ChatAnswers.for_prompt(self._format, plan, prompt, tokenizer.decode, continues=continues)
+        continued = without_images(ordered[-1]["content"])[0] if body.continue_final_message else None
+        self._answers = ChatAnswers.for_prompt(self._format, plan, prompt, tokenizer.decode, continued=continued)
         return [prompt]
 
     def _tool_plan(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolPlan:

@@ -252,6 +252,16 @@ def test_stop_strings_begin_after_the_reasoning() -> None:
             assert counts == sorted(counts) and counts[-1] == count
 
 
+def test_a_long_message_is_continued_within_or_after_its_reasoning() -> None:
+    long = "<think>" + "hm " * 100
+    with answering("Yes.</think>No.", AnswerFormat(reasoning=THINK)) as served:
+        for begun, reasoning, content in ((long, "Yes.", "No."), (f"{long}</think>" + "so " * 100, None, "Yes.No.")):
+            messages = [*USER, {"role": "assistant", "content": begun}]
+            body = {"messages": messages, "continue_final_message": True}
+            message = served.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+            assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+
+
 def test_plain_answers_are_as_they_were(served: Served) -> None:
     message = served.post("/v1/chat/completions", {"messages": USER, "max_tokens": 5}).json()["choices"][0]["message"]
     assert message.keys() == {"role", "content", "refusal"}
