@@ -14,6 +14,7 @@ _TEXT = "text of a part"
 # Id of a call that all templates accept. Mistral's require nine letters and digits.
 _ID = "call12345"
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_NAME = "call_of_a_function"
 # Text in the output of a template that writes a list of parts as Python spells it, without reading the parts.
 _LIST = "'type'"
 
@@ -69,6 +70,15 @@ class MessageRules:
         return with_image is not None and _LIST not in with_image and with_image != self._rendered_result(text)
 
     @cached_property
+    def writes_calls(self) -> bool:
+        """True if the template writes the calls of a message whose content is a text.
+
+        The template of DeepSeek R1 writes only calls of messages without content.
+        """
+        results = (self._rendered_result(_TEXT, arguments=arguments) for arguments in ({}, "{}"))
+        return any(result is not None and _NAME in result for result in results)
+
+    @cached_property
     def takes_only_short_ids(self) -> bool:
         """True if the ids of calls must have nine characters, as in Mistral's templates."""
         return self._rendered_result(_TEXT) is not None and self._rendered_result(_TEXT, call_id="call_1") is None
@@ -85,7 +95,7 @@ class MessageRules:
 
         Return None if the template refuses the conversation.
         """
-        function = {"name": "function", "arguments": {} if arguments is None else arguments}
+        function = {"name": _NAME, "arguments": {} if arguments is None else arguments}
         call = {"id": call_id, "type": "function", "function": function}
         messages: list[Message] = [
             {"role": "user", "content": "question"},

@@ -171,7 +171,7 @@ def test_images_of_results_move_if_the_template_ignores_them() -> None:
     plain += "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
     plain += "{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
     only_text = "{% if m.role == 'tool' %}{{ m.content if m.content is string else m.content[0].text }}"
-    only_text += "{{ m.tool_calls }}{% elif m.content is string %}"
+    only_text += "{% elif m.tool_calls %}{{ m.tool_calls }}{% elif m.content is string %}"
     texts_only = plain.replace("{% if m.content is string %}", only_text)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [

@@ -44,7 +44,7 @@ def template_messages(
             call without a name that has to become text.
     """
     as_text = any(message.role == "tool" or message.tool_calls for message in messages) and not (
-        tokenizer.template_takes_tools or tokenizer.template_mentions("tool_calls")
+        tokenizer.template_takes_tools or tokenizer.message_rules.writes_calls
     )
     is_text = as_text or tokenizer.message_rules.takes_only_text_arguments
     arguments = None if is_text else ContentLimits()

@@ -119,6 +119,14 @@ def test_arguments_stay_text_if_the_template_requires_it() -> None:
         assert prompt(served, [*USER, {"role": "assistant", "tool_calls": calls}]) == 'now{"a":1};now{};'
 
 
+def test_calls_become_text_if_the_template_leaves_them_out() -> None:
+    """As in DeepSeek R1's template."""
+    template = "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }}{% else %}"
+    template += "{{ m.content }}{% endif %}{% endfor %}"
+    with serve(tokenizer=tiny_tokenizer(template)) as served:
+        assert prompt(served, CONVERSATION) == "".join(message["content"] for message in AS_TEXT)
+
+
 def test_the_same_from_messages_and_responses(calling: Served) -> None:
     turn = [{"type": "text", "text": RECORD.content}]
     turn += [
@@ -157,10 +165,10 @@ def test_turns_alternate_for_templates_that_want_it(last: int) -> None:
 
 def test_a_template_that_knows_calls_is_given_them() -> None:
     template = (
-        "{% for m in messages %}{{ m.role }}{% if m.tool_calls %}{{ m.tool_calls | length }}{% endif %};{% endfor %}"
+        "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls %} {{ c.function.name }}{% endfor %};{% endfor %}"
     )
     with serve(script("x"), config=CONFIG, tokenizer=tiny_tokenizer(template)) as served:
-        assert prompt(served, CONVERSATION) == "user;assistant2;tool;tool;user;"
+        assert prompt(served, CONVERSATION) == "user;assistant get_weather find_trains;tool;tool;user;"
 
 
 @pytest.mark.parametrize("call", [{}, {"function": 1}, {"function": {"name": 1}}, {"function": {"name": "x" * 257}}])
