@@ -12,9 +12,8 @@ from metal_engine.text.chat_template import Message
 
 _TEXT = "text of a part"
 # Id of a call that all templates accept. Mistral's require nine letters and digits.
-_ID = "call12345"
+_ID, _OTHER_ID = "call12345", "call67890"
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
-_NAME = "call_of_a_function"
 # Text in the output of a template that writes a list of parts as Python spells it, without reading the parts.
 _LIST = "'type'"
 
@@ -75,13 +74,25 @@ class MessageRules:
 
         The template of DeepSeek R1 writes only calls of messages without content.
         """
-        results = (self._rendered_result(_TEXT, arguments=arguments) for arguments in ({}, "{}"))
-        return any(result is not None and _NAME in result for result in results)
+        results = self._rendered_result(_TEXT), self._rendered_result(_TEXT, arguments="{}")
+        return any(result is not None and _name(_ID) in result for result in results)
+
+    @cached_property
+    def takes_several_calls(self) -> bool:
+        """False if the template refuses messages with several calls, or writes only the first call of a message.
+
+        For example, Llama 3's template refuses several calls, and gpt-oss's writes only the first call.
+        """
+        arguments = "{}" if self.takes_only_text_arguments else None
+        if not self.writes_calls or self._rendered_result(_TEXT, arguments=arguments) is None:
+            return True
+        several = self._rendered_result(_TEXT, call_ids=(_ID, _OTHER_ID), arguments=arguments)
+        return several is not None and _name(_OTHER_ID) in several
 
     @cached_property
     def takes_only_short_ids(self) -> bool:
         """True if the ids of calls must have nine characters, as in Mistral's templates."""
-        return self._rendered_result(_TEXT) is not None and self._rendered_result(_TEXT, call_id="call_1") is None
+        return self._rendered_result(_TEXT) is not None and self._rendered_result(_TEXT, call_ids=("call_1",)) is None
 
     @cached_property
     def takes_only_text_arguments(self) -> bool:
@@ -89,18 +100,23 @@ class MessageRules:
         return self._rendered_result(_TEXT) is None and self._rendered_result(_TEXT, arguments="{}") is not None
 
     def _rendered_result(
-        self, content: str | list[dict[str, str]], *, call_id: str = _ID, arguments: Any = None
+        self, content: str | list[dict[str, str]], *, call_ids: tuple[str, ...] = (_ID,), arguments: str | None = None
     ) -> str | None:
-        """Return the rendered text of a conversation with ``content`` as the result of a call.
+        """Return the rendered text of a conversation with ``content`` as the result of each call of a message.
 
-        Return None if the template refuses the conversation.
+        ``arguments`` of each call is JSON text; None for an object. Return None if the template refuses the
+        conversation.
         """
-        function = {"name": _NAME, "arguments": {} if arguments is None else arguments}
-        call = {"id": call_id, "type": "function", "function": function}
+        calls: list[Message] = []
+        results: list[Message] = []
+        for one in call_ids:
+            function = {"name": _name(one), "arguments": {} if arguments is None else arguments}
+            calls.append({"id": one, "type": "function", "function": function})
+            results.append({"role": "tool", "tool_call_id": one, "name": "function", "content": content})
         messages: list[Message] = [
             {"role": "user", "content": "question"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call_id, "name": "function", "content": content},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            *results,
         ]
         try:
             return self._render(messages)
@@ -131,6 +147,10 @@ class MessageRules:
             return False
         places = [text.find(message["content"]) for message in messages]
         return -1 not in places and places == sorted(places)
+
+
+def _name(call_id: str) -> str:
+    return f"function_of_{call_id}"
 
 
 def with_content_as_thinking(messages: list[Message], rules: MessageRules) -> list[Message]:

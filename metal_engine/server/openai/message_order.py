@@ -5,6 +5,7 @@ Agents send system messages at any place, and several messages of one role in su
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from metal_engine.text.content_parts import Content, joined
@@ -44,6 +45,39 @@ def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Mess
     for place, contents in together.items():
         ordered[place] = {**ordered[place], "content": joined(contents, "\n\n")}
     return ordered if is_changed or together else messages
+
+
+def with_single_calls(messages: list[Message], rules: MessageRules) -> list[Message]:
+    """Split messages with several calls if the template does not accept them.
+
+    Each call then has its own message, followed by the results of the call. The first of these messages has the content
+    and the reasoning.
+
+    Args:
+        messages: messages for a template that supports calls.
+        rules: rules of the chat template.
+
+    Returns:
+        The messages; ``messages`` itself if nothing changes.
+    """
+    if not any(len(one.get("tool_calls", ())) > 1 for one in messages) or rules.takes_several_calls:
+        return messages
+    split: list[Message] = []
+    waiting: dict[Any, list[Message]] = {}  # id of a call -> message of the call, and results
+    for message in messages:
+        if message["role"] == "tool" and message.get("tool_call_id") in waiting:
+            waiting[message["tool_call_id"]].append(message)
+            continue
+        split += chain.from_iterable(waiting.values())
+        waiting = {}
+        if len(calls := message.get("tool_calls", ())) < 2:
+            split.append(message)
+            continue
+        for i, call in enumerate(calls):
+            own = {"role": "assistant", "content": ""} if i else message
+            call_id = call["id"] if isinstance(call.get("id"), str) else i
+            waiting.setdefault(call_id, []).append({**own, "tool_calls": [call]})
+    return [*split, *chain.from_iterable(waiting.values())]
 
 
 def _joins(role: str, is_leading: bool, rules: MessageRules) -> bool:

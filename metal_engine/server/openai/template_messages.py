@@ -11,6 +11,7 @@ from metal_engine.errors import short
 from metal_engine.server.errors import invalid
 from metal_engine.server.large_bodies import ContentLimits, TooComplexError, dumps
 from metal_engine.server.openai.image_parts import without_tool_images
+from metal_engine.server.openai.message_order import with_single_calls
 from metal_engine.server.openai.reasoning_options import ReasoningOptions
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
 from metal_engine.text.chat_template import REASONING_SWITCHES, RESERVED_NAMES
@@ -51,6 +52,7 @@ def template_messages(
     result = [_template_message(i, message, arguments) for i, message in enumerate(messages)]
     if as_text:
         result = _with_calls_as_text(result, parser)
+    result = with_single_calls(result, tokenizer.message_rules)
     result = without_tool_images(result, tokenizer.message_rules)
     if instructions is not None:
         return with_instructions(result, instructions)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.server.openai.message_order import in_accepted_order
+from metal_engine.server.openai.message_order import in_accepted_order, with_single_calls
 from tests.support.calling import CONFIG
 from tests.support.serving import MODEL, serve
 from tests.text.test_message_rules import ALTERNATING, LEAVES_OUT, SYSTEM_FIRST
@@ -66,6 +66,30 @@ def test_what_a_template_refuses(name: str) -> None:
 
 def test_what_a_template_takes_stays_as_it_is() -> None:
     assert in_accepted_order(GIVEN, tiny_tokenizer(CHAT_TEMPLATE).message_rules) is GIVEN
+
+
+WRITES_ONE = "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"
+WRITES_ONE += "{% endfor %}"
+REFUSES_SEVERAL = "{% for m in messages if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endfor %}"
+
+
+def called(content: str, *names: str) -> dict[str, Any]:
+    """Return a message with calls. The id of each call is the name of its function."""
+    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": {}}} for name in names]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+@pytest.mark.parametrize("template", [WRITES_ONE, REFUSES_SEVERAL + WRITES_ONE])
+def test_a_message_for_each_call_if_the_template_takes_only_one(template: str) -> None:
+    one, other, stray = ({"role": "tool", "tool_call_id": name, "content": name} for name in "fgx")
+    given = [*chat("user: hi"), called("So.", "f", "g"), other, one, stray, called("", "f"), one]
+    split = [*chat("user: hi"), called("So.", "f"), one, called("", "g"), other, stray, called("", "f"), one]
+    rules = tiny_tokenizer(template).message_rules
+    assert with_single_calls(given, rules) == split
+    assert with_single_calls(split, rules) is split
+    assert with_single_calls(given[:3], rules) == [*chat("user: hi"), called("So.", "f"), called("", "g"), other]
+    several = tiny_tokenizer(WRITES_ONE.replace("[0].function.name", " | tojson")).message_rules
+    assert with_single_calls(given, several) is given
 
 
 def test_over_http(caplog: pytest.LogCaptureFixture) -> None:
