@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -90,6 +90,12 @@ class MessageRules:
         return several is not None and _name(_OTHER_ID) in several
 
     @cached_property
+    def takes_user_after_result(self) -> bool:
+        """False if the template refuses a user message after the result of a call, as Mistral's templates do."""
+        user = {"role": "user", "content": _TEXT}
+        return self._rendered_result(_TEXT) is None or self._rendered_result(_TEXT, then=[user]) is not None
+
+    @cached_property
     def takes_only_short_ids(self) -> bool:
         """True if the ids of calls must have nine characters, as in Mistral's templates."""
         return self._rendered_result(_TEXT) is not None and self._rendered_result(_TEXT, call_ids=("call_1",)) is None
@@ -100,12 +106,20 @@ class MessageRules:
         return self._rendered_result(_TEXT) is None and self._rendered_result(_TEXT, arguments="{}") is not None
 
     def _rendered_result(
-        self, content: str | list[dict[str, str]], *, call_ids: tuple[str, ...] = (_ID,), arguments: str | None = None
+        self,
+        content: str | list[dict[str, str]],
+        *,
+        call_ids: tuple[str, ...] = (_ID,),
+        arguments: str | None = None,
+        then: Sequence[Message] = (),
     ) -> str | None:
         """Return the rendered text of a conversation with ``content`` as the result of each call of a message.
 
-        ``arguments`` of each call is JSON text; None for an object. Return None if the template refuses the
-        conversation.
+        Return None if the template refuses the conversation.
+
+        Args:
+            arguments: arguments of each call as JSON text; None for an object.
+            then: messages after the results.
         """
         calls: list[Message] = []
         results: list[Message] = []
@@ -117,6 +131,7 @@ class MessageRules:
             {"role": "user", "content": "question"},
             {"role": "assistant", "content": "", "tool_calls": calls},
             *results,
+            *then,
         ]
         try:
             return self._render(messages)

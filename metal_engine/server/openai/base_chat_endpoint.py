@@ -43,7 +43,8 @@ _EFFORT = "ignoring reasoning_effort: the model's chat template has no such sett
 _DROPPED = "dropping the line x-anthropic-billing-header from system texts: it differs from request to request"
 _REORDERED = (
     "the model's chat template does not keep messages in the order of the request: leading system messages "
-    "are joined, a later system message becomes user text at its place, and consecutive user messages are joined"
+    "are joined, a later system message becomes user text at its place, and consecutive user messages and user text "
+    "after the result of a call are joined to the message before"
 )
 # Lines that Claude Code adds before its system text. The model does not need them. The numbers of lines and blanks are
 # limited, to limit the search time. Observed lines have at most 200 characters.

@@ -17,9 +17,10 @@ Message = dict[str, Any]
 def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Message]:
     """Return messages with a sequence of roles that the chat template accepts, as far as possible.
 
-    Joins consecutive messages of a role if the template does not accept them. A system message after messages of other
-    roles becomes user text at its place if the template accepts system messages only at the start. No message moves.
-    Therefore, earlier messages remain a prefix of the next turn, and the prefix cache still matches.
+    If the template does not accept them, consecutive messages of a role are joined, and a user message after the result
+    of a call is joined to the result. A system message after messages of other roles becomes user text at its place if
+    the template accepts system messages only at the start. No message moves. Therefore, earlier messages remain a prefix
+    of the next turn, and the prefix cache still matches.
 
     Args:
         messages: result of ``template_messages``. The content of its system messages is text.
@@ -38,7 +39,7 @@ def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Mess
         elif not is_leading and not rules.takes_system_later:
             message = {"role": "user", "content": written_system(message["content"])}
             is_changed = True
-        if message["role"] != last or not _joins(last, is_leading, rules):
+        if not _joins(message["role"], last, is_leading, rules):
             ordered.append(message)
         else:
             together.setdefault(len(ordered) - 1, [ordered[-1]["content"]]).append(message["content"])
@@ -80,12 +81,16 @@ def with_single_calls(messages: list[Message], rules: MessageRules) -> list[Mess
     return [*split, *chain.from_iterable(waiting.values())]
 
 
-def _joins(role: str, is_leading: bool, rules: MessageRules) -> bool:
-    """Return True if two consecutive messages of ``role`` must be joined.
+def _joins(role: str, last: str | None, is_leading: bool, rules: MessageRules) -> bool:
+    """Return True if a message of ``role`` must be joined to the message of the role ``last`` before it.
 
     Args:
         is_leading: True if the conversation has only system messages so far.
     """
+    if role == "user" and last == "tool":
+        return not rules.takes_user_after_result
+    if role != last:
+        return False
     if role == "system":
         return is_leading and not rules.takes_system_again
     return role == "user" and not rules.takes_user_again

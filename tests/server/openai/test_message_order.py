@@ -92,6 +92,23 @@ def test_a_message_for_each_call_if_the_template_takes_only_one(template: str) -
     assert with_single_calls(given, several) is given
 
 
+# As in Mistral's templates.
+ALTERNATING_WITHOUT_CALLS = (
+    "{% set ns = namespace(n=0) %}{% for m in messages if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
+    "{% set ns.n = ns.n + 1 %}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+def test_user_text_after_a_result_joins_it_if_the_template_refuses_it() -> None:
+    """Claude Code sends reminders after results."""
+    result = {"role": "tool", "tool_call_id": "f", "content": "done"}
+    given = [*chat("user: hi"), called("", "f"), result, *chat("user: note", "user: go", "assistant: yes", "user: on")]
+    joined = [*given[:2], {**result, "content": "done\n\nnote\n\ngo"}, *given[5:]]
+    assert in_accepted_order(given, tiny_tokenizer(ALTERNATING_WITHOUT_CALLS).message_rules) == joined
+    assert in_accepted_order(given, tiny_tokenizer(CHAT_TEMPLATE).message_rules) is given
+
+
 def test_over_http(caplog: pytest.LogCaptureFixture) -> None:
     """Chats with OpenAI's newer name of the role. The reordering is logged once."""
     tokenizer = tiny_tokenizer(SYSTEM_FIRST)
