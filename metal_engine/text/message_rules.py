@@ -105,6 +105,11 @@ class MessageRules:
         """True if the arguments of calls must be JSON text, as in DeepSeek's templates, which append it to a text."""
         return self._rendered_result(_TEXT) is None and self._rendered_result(_TEXT, arguments="{}") is not None
 
+    @cached_property
+    def takes_text_arguments(self) -> bool:
+        """False if the arguments of calls must be objects, because the template reads their members."""
+        return self._rendered_result(_TEXT) is None or self._rendered_result(_TEXT, arguments="{}") is not None
+
     def _rendered_result(
         self,
         content: str | list[dict[str, str]],

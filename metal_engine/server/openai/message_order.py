@@ -19,8 +19,8 @@ def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Mess
 
     If the template does not accept them, consecutive messages of a role are joined, and a user message after the result
     of a call is joined to the result. A system message after messages of other roles becomes user text at its place if
-    the template accepts system messages only at the start. No message moves. Therefore, earlier messages remain a prefix
-    of the next turn, and the prefix cache still matches.
+    the template accepts system messages only at the start. No message moves. Therefore, earlier messages remain a
+    prefix of the next turn, and the prefix cache still matches.
 
     Args:
         messages: result of ``template_messages``. The content of its system messages is text.

@@ -16,6 +16,7 @@ from metal_engine.server.openai.reasoning_options import ReasoningOptions
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
 from metal_engine.text.chat_template import REASONING_SWITCHES, RESERVED_NAMES
 from metal_engine.text.content_parts import IMAGE, Content, Part, joined, merged, text_part, without_images
+from metal_engine.text.message_rules import MessageRules
 from metal_engine.text.tokenizer import Tokenizer
 
 # Chat templates were written before OpenAI renamed the system role for newer models.
@@ -41,8 +42,8 @@ def template_messages(
             for the marks of ``JSON_CALLS``.
 
     Raises:
-        APIError: status 400, for missing or unsupported content, for arguments of calls that are too complex, or for a
-            call without a name that has to become text.
+        APIError: status 400, for missing or unsupported content, for arguments of calls that are too complex or of a
+            type that the template does not accept, or for a call without a name that has to become text.
     """
     as_text = any(message.role == "tool" or message.tool_calls for message in messages) and not (
         tokenizer.template_takes_tools or tokenizer.message_rules.writes_calls
@@ -52,6 +53,8 @@ def template_messages(
     result = [_template_message(i, message, arguments) for i, message in enumerate(messages)]
     if as_text:
         result = _with_calls_as_text(result, parser)
+    else:
+        _check_arguments(result, tokenizer.message_rules)
     result = with_single_calls(result, tokenizer.message_rules)
     result = without_tool_images(result, tokenizer.message_rules)
     if instructions is not None:
@@ -115,6 +118,17 @@ def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
     if body.messages[-1].role != "assistant":
         raise invalid(" needs a last message of the role assistant", where="continue_final_message")
     return {"add_generation_prompt": False, "continue_final_message": True}
+
+
+def _check_arguments(messages: list[dict[str, Any]], rules: MessageRules) -> None:
+    """Raise APIError, a 400, for arguments that are not an object, if the template accepts only objects."""
+    for i, message in enumerate(messages):
+        for j, call in enumerate(message.get("tool_calls", ())):
+            function = call.get("function")
+            is_other = isinstance(function, dict) and not isinstance(function["arguments"], dict)
+            if is_other and not rules.takes_text_arguments:
+                problem = " is not a JSON object, which the model's chat template requires"
+                raise invalid(problem, where=f"messages[{i}].tool_calls[{j}].function.arguments")
 
 
 def _with_calls_as_text(messages: list[dict[str, Any]], parser: ToolParser | None) -> list[dict[str, Any]]:

@@ -111,6 +111,16 @@ def test_a_call_without_arguments(arguments: str | None) -> None:
     assert message["content"] == f'<tool_call>\n{{"name": "f", "arguments": {arguments or "{}"}}}\n</tool_call>'
 
 
+def test_arguments_that_are_not_an_object_are_refused_if_the_template_requires_one(calling: Served) -> None:
+    """The token limit may have cut them off."""
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": '{"a": '}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+    assert '{"name": "now", "arguments": {"a": }' in prompt(calling, messages)
+    with serve(tokenizer=tiny_tokenizer(MACROS)) as served:
+        answer = served.post("/tokenize", {"messages": messages})
+    assert answer.status_code == 400 and "messages[1].tool_calls[0].function.arguments" in answer.text
+
+
 def test_arguments_stay_text_if_the_template_requires_it() -> None:
     """DeepSeek's templates append the arguments to a text."""
     template = "{% for c in messages[1].tool_calls %}{{ c.function.name + c.function.arguments }};{% endfor %}"
