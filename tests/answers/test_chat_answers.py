@@ -325,7 +325,7 @@ def test_another_end_mark_of_reasoning_that_a_budget_or_the_prompt_ended(
 
 @pytest.mark.parametrize("is_structured", [False, True])
 def test_a_stop_string_within_an_argument_cuts_the_call_off(is_structured: bool) -> None:
-    """A call whose closing mark is the stop string is complete. So is a call that the model itself ends."""
+    """A call is complete if its closing mark is the stop string, or if the model itself ends the output."""
     text = "<tool_call>\n<function=find_trains>\n<parameter=city>\nRome"
     for end, stop, is_call in (
         ("", "\n\n", False), ("", None, True), ("\n</parameter>\n</function>\n", "</tool_call>", True),

@@ -42,8 +42,11 @@ def template_messages(
             for the marks of ``JSON_CALLS``.
 
     Raises:
-        APIError: status 400, for missing or unsupported content, for arguments of calls that are too complex or of a
-            type that the template does not accept, or for a call without a name that has to become text.
+        APIError: status 400, in these cases:
+
+            - Content is missing or unsupported.
+            - Arguments of calls are too complex, or have a type that the template refuses.
+            - A call that has to become text has no name.
     """
     as_text = any(message.role == "tool" or message.tool_calls for message in messages) and not (
         tokenizer.template_takes_tools or tokenizer.message_rules.writes_calls
