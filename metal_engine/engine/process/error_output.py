@@ -42,7 +42,7 @@ class ErrorOutput:
         self._thread = threading.Thread(target=self._copy, name="engine-stderr", daemon=True)
 
     def start(self) -> None:
-        """Close :attr:`descriptor` in this process, and start the thread that copies the output to this process's standard error."""
+        """Close :attr:`descriptor` in this process, and start the thread that copies the engine's output to stderr."""
         os.close(self.descriptor)
         self._thread.start()
 
