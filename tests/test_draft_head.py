@@ -40,7 +40,7 @@ def speculative(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_answers_are_those_without(target: Path, sidecar: Path, kv_cache_dtype: str) -> None:
+def test_outputs_equal_outputs_without_a_draft_head(target: Path, sidecar: Path, kv_cache_dtype: str) -> None:
     answers = []
     for options in ({}, speculative(model=str(sidecar))):
         with LLM(str(target), kv_cache_dtype=kv_cache_dtype, **SIZES, **options) as llm:

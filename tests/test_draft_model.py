@@ -30,7 +30,7 @@ def speculative(draft: Path | str, **more: Any) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3, **more}
 
 
-def test_answers_are_those_without(target: Path, tmp_path: Path) -> None:
+def test_outputs_equal_outputs_without_a_draft_model(target: Path, tmp_path: Path) -> None:
     """The draft model has one layer and other widths, so its KV has another shape."""
     draft = write_checkpoint(
         tmp_path / "small", config={"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
@@ -50,7 +50,7 @@ def test_answers_are_those_without(target: Path, tmp_path: Path) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_its_kv_is_kept_in_the_type_of_the_model_s(tmp_path: Path) -> None:
+def test_draft_model_kv_uses_the_kv_dtype_of_the_target(tmp_path: Path) -> None:
     """The models have quantization groups of 64 and 32. A draft model with the target's weights is always right."""
     target = write_checkpoint(tmp_path / "large", config={"head_dim": 64})
     small = write_checkpoint(tmp_path / "small", config={"head_dim": 32, "num_hidden_layers": 1})
@@ -74,7 +74,7 @@ def test_its_kv_is_kept_in_the_type_of_the_model_s(tmp_path: Path) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_closing_frees_its_memory(target: Path) -> None:
+def test_closing_the_engine_frees_draft_model_memory(target: Path) -> None:
     args = EngineArgs(model=str(target), speculative_config=json.dumps(speculative(target)), **SIZES)
     mx.synchronize()
     gc.collect()  # collects the garbage of other tests before measuring
@@ -123,7 +123,7 @@ def _unknown(folder: Path) -> None:
         (_unknown, ModelLoadError, "the draft model .--speculative-config.: .*nothing_like_it"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_its_weights_are_read(
+def test_incompatible_draft_models_are_refused_before_weights_are_read(
     spoil: Any, error: type[Exception], message: str, target: Path, tmp_path: Path, announced: list[str]
 ) -> None:
     draft = write_checkpoint(tmp_path / "small")

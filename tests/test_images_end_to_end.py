@@ -170,7 +170,9 @@ def test_without_mlx_vlm_the_server_names_the_package(
         assert len(text.json()["choices"][0]["token_ids"]) == NUM_TOKENS
 
 
-def test_without_its_processor_the_model_serves_text(checkpoint: tuple[Path, TinyVision], tmp_path: Path) -> None:
+def test_a_vision_model_without_processor_config_serves_text_only(
+    checkpoint: tuple[Path, TinyVision], tmp_path: Path
+) -> None:
     folder, _ = checkpoint
     for file in folder.iterdir():
         if file.name != "preprocessor_config.json":

@@ -29,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_what_is_in_the_wheel(wheel: Path) -> None:
+def test_the_wheel_contains_only_the_package_and_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (entry_points,) = [name for name in names if name.endswith(".dist-info/entry_points.txt")]

@@ -73,7 +73,7 @@ for _ in range(2):
 """)
 
 
-def test_a_name_that_another_version_defines_elsewhere_comes_from_the_init() -> None:
+def test_a_name_missing_from_the_listed_module_comes_from_the_init() -> None:
     run("""
 import importlib.util, sys
 from metal_engine.lazy_packages import LazyPackage

@@ -109,14 +109,14 @@ def test_prompts_of_any_integers(llm: LLM, prompt: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[1.0], ["a", 1], [None], [-1], [VOCAB_SIZE], [2**70], np.array([0.5])], ids=str)
-def test_bad_prompts_stop_everything_before_it_runs(llm: LLM, prompt: Any) -> None:
+def test_an_invalid_prompt_is_rejected_before_any_request_runs(llm: LLM, prompt: Any) -> None:
     with pytest.raises(ValueError):
         generate(llm, [byte_ids("fine"), prompt])
     assert llm.stats.num_running == 0 and llm._core.num_steps == 0
     assert len(generate(llm, "still fine", SamplingParams(max_tokens=2))) == 1
 
 
-def test_a_prompt_that_cannot_be_served_stops_everything_before_it_runs(llm: LLM) -> None:
+def test_an_overlong_prompt_is_rejected_before_any_request_runs(llm: LLM) -> None:
     with pytest.raises(ValueError, match="maximum context length"):
         generate(llm, ["fine", [5] * 9000])
     with pytest.raises(ValueError, match="2 prompts but 1"):
@@ -124,7 +124,7 @@ def test_a_prompt_that_cannot_be_served_stops_everything_before_it_runs(llm: LLM
     assert llm.stats.num_running == 0 and llm._core.num_steps == 0
 
 
-def test_leaving_a_stream_aborts_it(llm: LLM) -> None:
+def test_closing_a_stream_aborts_the_request(llm: LLM) -> None:
     stream = llm.stream("Once upon a time", SamplingParams(max_tokens=400, ignore_eos=True))
     next(stream)
     stream.close()
@@ -132,7 +132,7 @@ def test_leaving_a_stream_aborts_it(llm: LLM) -> None:
     assert llm.stats.num_used_blocks == 0
 
 
-def test_bad_parameters_stop_everything_before_it_runs(llm: LLM) -> None:
+def test_invalid_parameters_are_rejected_before_any_request_runs(llm: LLM) -> None:
     bad: list[Any] = [
         SamplingParams(logit_bias={VOCAB_SIZE: 1}),
         SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")),
@@ -194,7 +194,7 @@ def answering(
     sweep(calling_cases(), lambda case: case.parser in ("json_tools", "qwen3_coder", "pythonic", "kimi_k2")),
     ids=str,
 )
-def test_a_chat_is_told_apart_as_the_server_does_it(recorded: GoldenCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_output_is_parsed_as_by_the_server(recorded: GoldenCase, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"<think>\nhm\n</think>\n{recorded.text}"
     names = {"tool_call_parser": recorded.parser, "reasoning_parser": "think"}
     with answering(monkeypatch, script(text), **names) as llm:
@@ -222,7 +222,7 @@ def test_a_chat_is_told_apart_as_the_server_does_it(recorded: GoldenCase, monkey
     assert (plain.content, plain.reasoning, plain.tool_calls) == (recorded.text, "hm", ())
 
 
-def test_a_chat_whose_format_the_tokenizer_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_answer_format_is_detected_from_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The format's marks are special tokens, and the template starts the reasoning."""
     hf: Any = tiny_tokenizer("{{ messages[0].content }}{{ '[TOOL_CALLS]' if tools }}[THINK]").hf_tokenizer
     marks = [AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")]
@@ -279,7 +279,7 @@ def test_limits_of_the_reasoning_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> N
                 next(llm.stream("a", limited))
 
 
-def test_a_structured_chat_after_its_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structured_output_of_a_chat_applies_after_the_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny_tokenizer("{{ messages[0].content }}<think>\n")
     params = SamplingParams(max_tokens=50, structured_outputs=StructuredOutputsParams(json_object=True))
     with answering(monkeypatch, script("hm</think>\n{}"), tokenizer, reasoning_parser="think") as llm:

@@ -101,7 +101,7 @@ def test_a_draft_model_beside_adapters(checkpoint: Path, folders: dict[str, Path
         assert config.peak_bytes == weights + config.kv_bytes + config.step_bytes
 
 
-def test_adapters_that_come_later(checkpoint: Path, folders: dict[str, Path]) -> None:
+def test_the_first_request_with_an_adapter_loads_the_adapter(checkpoint: Path, folders: dict[str, Path]) -> None:
     """As with vLLM's LLM, the first request with an adapter loads it."""
     with LLM(str(checkpoint), enable_lora=True, max_loras=1, max_lora_rank=4, **SMALL) as llm:
         for name, oracle in (("a", "a"), ("b", "both")):
@@ -112,7 +112,9 @@ def test_adapters_that_come_later(checkpoint: Path, folders: dict[str, Path]) ->
             assert llm.unload_lora_adapter(name) and not llm.unload_lora_adapter(name)
 
 
-def test_a_store_keeps_them_apart(checkpoint: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_kv_store_separates_the_kv_of_adapters_and_base_model(
+    checkpoint: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
     """After a restart, an adapter finds its own KV in any slot. The base model and other adapters do not."""
 
     def external(names: list[str | None], modules: dict[str, Path]) -> list[int]:
@@ -127,7 +129,7 @@ def test_a_store_keeps_them_apart(checkpoint: Path, folders: dict[str, Path], tm
     assert external(["a"], {"a": both["b"]}) == [0]  # other weights under the same name
 
 
-def test_models_without_adapters_are_left_as_they_are(checkpoint: Path) -> None:
+def test_adapter_requests_are_rejected_if_lora_is_disabled(checkpoint: Path) -> None:
     with LLM(str(checkpoint), **SMALL) as llm:
         assert llm.config.model.adapter_bytes == 0
         with pytest.raises(ValueError, match="enable_lora=True or lora_modules"):

@@ -97,7 +97,7 @@ def test_each_choice_has_a_seed_of_its_own() -> None:
     assert SamplingParams(seed=3).seed_of(0) == 3
 
 
-def test_a_changed_copy_shares_what_was_checked() -> None:
+def test_a_changed_copy_shares_validated_fields() -> None:
     params = SamplingParams(n=3, logit_bias={5: 1.0}, stop_token_ids=range(100))
     schema = StructuredOutputsParams(json_object=True)
     changed = params.changed(structured_outputs=schema, skip_special_tokens=False)
@@ -108,7 +108,7 @@ def test_a_changed_copy_shares_what_was_checked() -> None:
         SamplingParams(bad_words=["a"]).changed(structured_outputs=schema)
 
 
-def test_what_waits_for_its_last_token() -> None:
+def test_penalties_bad_words_and_grammars_need_the_token_on_the_host() -> None:
     assert not SamplingParams(temperature=0.5, top_p=0.9, min_tokens=3, logit_bias={1: 2}).needs_token_on_host
     for params in (
         SamplingParams(presence_penalty=1),

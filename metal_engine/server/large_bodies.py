@@ -42,13 +42,13 @@ _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{:,'))
 
 
 # Calls that hold the GIL for long run one at a time, under this lock, with a pause after each.
-_turn = threading.Lock()
+_long_call_lock = threading.Lock()
 _LONG_BYTES = 1 << 18
 _PAUSE_SECONDS = 0.005
 _MARKS_AT_ONCE = 1 << 18  # bytes split in one call, to bound the memory of the parts
 
 
-def in_turn(num_bytes: int, call: Callable[..., T], *args: Any) -> T:
+def one_at_a_time(num_bytes: int, call: Callable[..., T], *args: Any) -> T:
     """Return ``call(*args)``, a call into C that processes ``num_bytes`` bytes and holds the GIL all the time.
 
     Calls that process at least ``_LONG_BYTES`` run one at a time. Each call is followed by a pause of the same
@@ -57,7 +57,7 @@ def in_turn(num_bytes: int, call: Callable[..., T], *args: Any) -> T:
     """
     if num_bytes < _LONG_BYTES:
         return call(*args)
-    with _turn:
+    with _long_call_lock:
         began = time.monotonic()
         try:
             return call(*args)
@@ -82,9 +82,9 @@ class ContentLimits:
             TooComplexError: the texts together exceed a limit.
         """
         # After these replacements, each quote begins or ends a string.
-        marks = in_turn(len(text), text.replace, rb"\\", b"")
-        marks = in_turn(len(text), marks.replace, rb"\"", b"")
-        marks = in_turn(len(text), marks.translate, None, _NOT_STRUCTURE)
+        marks = one_at_a_time(len(text), text.replace, rb"\\", b"")
+        marks = one_at_a_time(len(text), marks.replace, rb"\"", b"")
+        marks = one_at_a_time(len(text), marks.translate, None, _NOT_STRUCTURE)
         self._num_strings += marks.count(b'"') // 2
         self._check(self._num_strings, MAX_STRINGS + MAX_MEMBERS, "strings")
         structure, is_in_string = bytearray(), False
@@ -110,7 +110,7 @@ class ContentLimits:
     def loads(self, text: str) -> Any:
         """Count the content of one text, and parse it. Raises as :meth:`check` and :func:`json.loads`."""
         self.check(text.encode("utf-8", "surrogatepass"))
-        return in_turn(len(text), json.loads, text)
+        return one_at_a_time(len(text), json.loads, text)
 
 
 def loads(body: bytes, **options: Any) -> Any:
@@ -130,9 +130,9 @@ def loads(body: bytes, **options: Any) -> Any:
     if len(body) > ALWAYS_SMALL_BYTES:
         _check_width(body)
         ContentLimits().check(body)
-    text = in_turn(len(body), body.decode, encoding)
-    value = in_turn(len(body), partial(json.loads, **options), text)
-    if in_turn(len(body), _HIGH_OR_LOW_SURROGATE.search, body):
+    text = one_at_a_time(len(body), body.decode, encoding)
+    value = one_at_a_time(len(body), partial(json.loads, **options), text)
+    if one_at_a_time(len(body), _HIGH_OR_LOW_SURROGATE.search, body):
         for one in parts(value):
             if isinstance(one, str):
                 one.encode()
@@ -144,7 +144,7 @@ def _check_width(body: bytes) -> None:
         num_bytes = len(body)
         if width * num_bytes <= MAX_TEXT_BYTES:
             continue
-        if in_turn(num_bytes, body.translate, None, narrow) or in_turn(num_bytes, escape.search, body):
+        if one_at_a_time(num_bytes, body.translate, None, narrow) or one_at_a_time(num_bytes, escape.search, body):
             kind = "beyond U+FFFF" if width == 4 else "beyond U+00FF"
             raise TooComplexError(f"has characters {kind}: then it may have {MAX_TEXT_BYTES // width} bytes")
 

@@ -108,7 +108,7 @@ def test_values_with_the_texts_of_special_tokens(name: str, kind: str) -> None:
 
 def test_a_rule_that_was_too_long_is_defined_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lark, "_MAX_LENGTH", 50)
-    rules, (tool,) = lark.Rules(), tool_schemas([{"function": {"name": "f"}}])
+    rules, (tool,) = lark.GrammarRules(), tool_schemas([{"function": {"name": "f"}}])
     assert rules.arguments(tool, lambda given: "open" if given is tool.opened else rules.rule('"a"' * 20)) == "r2"
     name = rules.rule('"a"' * 20)
     assert name != "r2" and f"\n{name}: " in rules.trigger("<call>", "r2").grammar

@@ -138,7 +138,7 @@ def test_tokens_of_reasoning(given_outputs: Cut, begun: bool) -> None:
     assert counts[-1] == sum(tokens)
 
 
-def test_a_header_may_be_so_long_wherever_it_is_cut() -> None:
+def test_harmony_header_of_at_most_1000_characters_is_parsed_for_any_split() -> None:
     """A longer header is text."""
     for length in range(990, 1010):
         header = "<|channel|>analysis".ljust(length)
@@ -150,7 +150,7 @@ def test_a_header_may_be_so_long_wherever_it_is_cut() -> None:
         assert whole.reasoning == ("hm" if length <= 1000 else None)
 
 
-def test_what_needs_special_tokens() -> None:
+def test_special_tokens_are_needed_only_if_parsed_marks_are_special() -> None:
     marks = ReasoningMarks("[THINK]", "[/THINK]")
     known = AnswerFormat(tool=answer_format("json_tools").tool, special=True)
     forced = ToolPlan(shown=TOOLS, forced=True)
@@ -266,7 +266,7 @@ def parsed(
     return answer.content, answer.reasoning, [(call.name, call.arguments) for call in answer.tool_calls]
 
 
-def test_a_continued_message_of_gpt_oss_has_its_structure_from_the_first_token() -> None:
+def test_structure_of_a_continued_gpt_oss_message_starts_at_the_first_token() -> None:
     continued = ChatAnswers.for_prompt(harmony_format(), PARSED, [], lambda ids: '<|message|>{"a"', continued="")
     given = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
     answers, params = continued.applied_to(given)
@@ -301,7 +301,7 @@ def test_a_prompt_after_the_reasoning(prompt: str, continued: str | None) -> Non
     ("assistant\n", None, False),
 ])  # fmt: skip
 @pytest.mark.parametrize("plan", [NO_TOOLS, PARSED], ids=["plain", "tools"])
-def test_another_end_mark_of_reasoning_that_a_budget_or_the_prompt_ended(
+def test_repeated_end_mark_is_dropped_if_budget_or_prompt_ends_reasoning(
     plan: ToolPlan, prompt: str, budget: int | None, drops: bool
 ) -> None:
     """It is dropped. A quoted one is content."""
@@ -336,7 +336,7 @@ def test_a_stop_string_within_an_argument_cuts_the_call_off(is_structured: bool)
         assert answer.content == (None if is_call else text)
 
 
-def test_a_whole_call_after_another_end_mark() -> None:
+def test_call_after_a_repeated_reasoning_end_mark_is_parsed() -> None:
     prompt = "assistant\n<think>\n\n</think>\n\n"
     answers = ChatAnswers.for_prompt(answer_format("pythonic"), PARSED, [], lambda ids: prompt)
     for parts in cuts('</think>\n[find_trains(city="Rome")]'):
@@ -360,7 +360,7 @@ def test_outputs_without_rules_have_no_phases() -> None:
 
 
 @pytest.mark.parametrize(("budget", "end_text"), [(0, ""), (5, "So be it."), (None, "")])
-def test_the_budget_and_the_text_at_its_end(budget: int | None, end_text: str) -> None:
+def test_reasoning_phase_has_the_end_text_only_with_a_positive_budget(budget: int | None, end_text: str) -> None:
     marks = ReasoningMarks("<think>", "</think>", "So be it.")
     answers = ChatAnswers(AnswerFormat(reasoning=marks), NO_TOOLS, in_reasoning=True)
     _, params = answers.applied_to(SamplingParams(stop=("a",)), budget=budget)
@@ -387,7 +387,7 @@ def test_the_grammar_of_calls() -> None:
         assert phases is not None and (phases.calls is not None) == has_calls
 
 
-def test_a_forced_answer_has_a_grammar_of_its_own() -> None:
+def test_forced_call_grammar_replaces_the_structured_output_of_the_request() -> None:
     plan = plan_tools(TOOLS, "required", AnswerFormat(), template_takes_tools=True, auto_tool_choice=True)
     forced = ChatAnswers(AnswerFormat(reasoning=THINK), plan, in_reasoning=True)
     given = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
@@ -398,7 +398,7 @@ def test_a_forced_answer_has_a_grammar_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("takes_tools", [True, False])
-def test_required_calls_without_a_grammar_are_asked_for(takes_tools: bool) -> None:
+def test_required_calls_without_a_grammar_are_requested_in_the_prompt(takes_tools: bool) -> None:
     for name, text in ((None, "Answer with a function call."), ("find_trains", "call of the function find_trains.")):
         plan = plan_tools(
             TOOLS, "required", answer_format("json_tools"), name=name, template_takes_tools=takes_tools,
@@ -430,7 +430,7 @@ def test_tools_that_do_not_fit() -> None:
         plan_tools(TOOLS, "auto", AnswerFormat(finds_calls=False), template_takes_tools=False, auto_tool_choice=True)
 
 
-def test_where_a_prompt_ends() -> None:
+def test_output_begins_in_reasoning_only_if_the_prompt_ends_in_reasoning() -> None:
     assert begins_in_reasoning(THINK, "assistant\n<think>\n", continues=False)
     assert not begins_in_reasoning(THINK, "assistant\n<think>\n\n</think>\n\n", continues=False)
     assert not begins_in_reasoning(THINK, "say <think> please. assistant\n", continues=False)

@@ -54,7 +54,7 @@ def test_forced_calls_that_are_cut_off() -> None:
         assert len(told) == 2 * len(arguments)
 
 
-def test_forced_arguments_come_as_they_are_written() -> None:
+def test_forced_call_arguments_are_streamed_without_delay() -> None:
     splitter = ForcedCallSplitter(None)
     assert [type(delta) for ch in '[ {"name":"a", "parameters": {' for delta in splitter.add(ch)] == [
         CallStart,

@@ -32,7 +32,7 @@ def test_no_markup_of_an_answer_that_is_cut_off() -> None:
             assert reasoning.startswith(shown[1].partition("<|")[0].removesuffix("<"))
 
 
-def test_arguments_come_as_they_are_written() -> None:
+def test_call_arguments_are_streamed_without_delay() -> None:
     splitter = HarmonySplitter(harmony_format(), TOOLS, incremental=True)
     head = "<|channel|>commentary to=functions.find_trains <|constrain|>json<|message|>{"
     assert [type(delta) for ch in head for delta in splitter.add(ch)] == [CallStart, ArgumentsDelta]
@@ -58,7 +58,7 @@ def test_malformed_calls_are_text(text: str, caplog: pytest.LogCaptureFixture) -
     assert len(caplog.records) == 2
 
 
-def test_the_format_is_found_and_its_reasoning_is_counted() -> None:
+def test_harmony_format_is_detected_and_reasoning_tokens_are_counted() -> None:
     hf: Any = tiny_tokenizer().hf_tokenizer
     assert find_answer_format(hf, reasoning_parser="openai_gptoss").harmony
     hf.add_tokens([AddedToken(token, special=True) for token in TOKENS], special_tokens=True)
@@ -72,7 +72,7 @@ def test_the_format_is_found_and_its_reasoning_is_counted() -> None:
     assert reader.num_reasoning_tokens == len(ANALYSIS) + 1 - len("<|channel|>analysis<|message|>")
 
 
-def test_what_is_no_header_is_not_lost() -> None:
+def test_text_that_is_not_a_header_is_kept_as_content() -> None:
     for parts in cuts(FINAL + "<|end|>and more"):
         assert run(HarmonySplitter(harmony_format()), parts)[0] == "It is: 2 <| 3. and more"
     garbage = "<|channel|>" + "to=" * 2000

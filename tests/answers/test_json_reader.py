@@ -56,7 +56,7 @@ ALPHABET = '{}[]":,\\ u0a1-.eEtrn\n'
 
 @settings(max_examples=150)
 @given(st.text(alphabet=ALPHABET, max_size=7))
-def test_what_is_taken_can_become_an_object(text: str) -> None:
+def test_accepted_text_is_always_a_prefix_of_a_json_object(text: str) -> None:
     text = "{" + text
     taken, reader = read(list(text))
     assert taken <= len(text)
@@ -73,7 +73,7 @@ def test_what_is_taken_can_become_an_object(text: str) -> None:
     "text", ["[1]", '"a"', "5", "nullx", '{"a": Rome}', '{"a": NaN}', '{"a": 01}', '{a: 1}', '{"a": "\n"}',
              '{"a": 1,}', '{,}', '{"a" 1}', '{"a": [1,]}', '{"a": .5}', '{"a": 1.}', '{"a": -}', '{"a": "\\x"}']
 )  # fmt: skip
-def test_what_is_no_object(text: str) -> None:
+def test_text_that_is_not_a_json_object_is_rejected(text: str) -> None:
     taken, reader = read([text])
     assert reader.bad and not reader.done and taken < len(text)
 

@@ -44,7 +44,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_arguments_come_as_they_are_written(name: str) -> None:
+def test_call_arguments_are_streamed_without_delay(name: str) -> None:
     head, tail = HEADS[name]
     arguments = '{"city": "R\\u00f6m }", "tags": ["a", {"b": -1.5e3}]}'
     splitter = MarkSplitter(answer_format(name), TOOLS, incremental=True)
@@ -126,7 +126,7 @@ def test_a_call_of_an_unknown_tool_is_logged_with_its_name(
     '["get_weather"]', "[]", "5", "null", "", "{}",
     '{"a":' * 5000,
 ])  # fmt: skip
-def test_calls_of_nothing(body: str) -> None:
+def test_invalid_tool_calls_remain_content(body: str) -> None:
     text = f"<tool_call>{body}</tool_call>"
     assert run(MarkSplitter(answer_format("json_tools"), TOOLS), [text])[:3] == (text, "", [])
 
@@ -175,7 +175,7 @@ def test_reasoning(begun: bool, text: str, content: str, reasoning: str) -> None
         assert run(MarkSplitter(AnswerFormat(reasoning=THINK), in_reasoning=begun), parts)[:2] == (content, reasoning)
 
 
-def test_content_is_not_held_back_longer_than_it_must() -> None:
+def test_content_is_held_back_only_while_a_mark_is_possible() -> None:
     splitter = MarkSplitter(answer_format("json_tools"), TOOLS)
     assert splitter.add("one two <") == [TextDelta("content", "one two")]
     assert splitter.add("b>") == [TextDelta("content", " <b>")]
@@ -232,7 +232,7 @@ def test_calls_with_the_same_id_get_ids_of_their_own(text: str, incremental: boo
         assert calls == [TRAINS] * 2 and ids[0] == "abc"
 
 
-def test_an_opening_of_no_tool_is_not_held_back() -> None:
+def test_call_head_of_an_unknown_tool_is_not_held_back() -> None:
     splitter = MarkSplitter(answer_format("qwen3_coder"), TOOLS)
     assert splitter.add("See <function=get_") == [TextDelta("content", "See")]
     assert splitter.add("news> here.") == [TextDelta("content", " <function=get_news> here.")]

@@ -46,7 +46,7 @@ def test_calls_are_found() -> None:
     {"name": "find_trains", "parameters": {"city": "Rome"}},
     {"arguments": '{"city": "Rome"}', "name": "find_trains"},
 ], ids=["a list", "parameters", "quoted"])  # fmt: skip
-def test_what_small_models_write_instead(written: Any) -> None:
+def test_calls_in_common_wrong_json_forms_are_parsed(written: Any) -> None:
     assert read(f"<tool_call>{json.dumps(written)}</tool_call>", told()) == (None, [TRAINS])
 
 
@@ -64,7 +64,7 @@ def test_there_is_one_system_message(content: Any, expected: Any) -> None:
     assert with_instructions([user], "Tools.") == [{"role": "system", "content": "Tools."}, user]
 
 
-def test_a_format_of_its_own_goes_first() -> None:
+def test_native_call_format_takes_precedence_in_tool_instructions() -> None:
     known = answer_format("mistral")
     text = told(known).instructions
     assert text is not None and "[TOOL_CALLS]" in text and "<tool_call>" not in text
@@ -72,7 +72,7 @@ def test_a_format_of_its_own_goes_first() -> None:
     assert read('[TOOL_CALLS]find_trains[ARGS]{"city": "Rome"}', told(known), known) == (None, [TRAINS])
 
 
-def test_calls_go_back_as_they_came() -> None:
+def test_calls_written_to_the_prompt_parse_to_the_same_calls() -> None:
     calls = [(name, json.dumps(arguments)) for name, arguments in (WEATHER, TRAINS)]
     assert written_calls("Well.", calls, None) == BOTH
     assert read(written_calls("", calls, JSON_CALLS), told()) == (None, [WEATHER, TRAINS])

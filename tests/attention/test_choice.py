@@ -118,7 +118,7 @@ def test_without_metal_all_layers_are_portable(caplog: pytest.LogCaptureFixture)
         (AttentionKind(QUANTIZED, 4, mx.float16), 16, "int8 in groups of 64, latent 40 + 24"),
     ],
 )
-def test_what_is_not_covered_goes_the_portable_way(
+def test_unsupported_layers_use_mlx_operations_with_one_warning(
     uncovered: AttentionKind, block_size: int, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning covers all such layers."""
@@ -135,7 +135,9 @@ def test_what_is_not_covered_goes_the_portable_way(
 
 
 @pytest.mark.parametrize("error", [RuntimeError(COMPILE_ERROR), ValueError(TOO_MANY_THREADS)])
-def test_what_does_not_build_goes_the_portable_way(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_whose_kernel_fails_to_build_use_mlx_operations(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     """Metal's message is logged whole, with advice. An explicit ``metal`` setting raises an error instead."""
     factory = failing(error, HAS_WINDOW=True)
     kinds = [kind(), kind(has_window=True), kind(has_window=True)]
@@ -155,7 +157,7 @@ def test_what_does_not_build_goes_the_portable_way(error: Exception, caplog: pyt
     assert str(error) in record.message and "--attention-backend" in record.message
 
 
-def test_each_cause_counts_its_own_layers(caplog: pytest.LogCaptureFixture) -> None:
+def test_fallback_messages_count_the_layers_of_each_cause_separately(caplog: pytest.LogCaptureFixture) -> None:
     choice = auto(failing(RuntimeError(COMPILE_ERROR), HAS_WINDOW=True))
     chosen = choice.for_layers([kind(520), kind(has_window=True), kind(has_window=True), kind()], 16)
     assert (chosen.layers.metal, chosen.layers.portable) == (1, 3)
@@ -298,7 +300,7 @@ def test_tensor_operations_are_tried_where_the_device_has_them(has: bool, monkey
 
 
 @pytest.mark.parametrize("block_size, dtype", [(8, mx.float32), (32, mx.bfloat16)])
-def test_the_trial_runs_what_serving_runs(block_size: int, dtype: mx.Dtype) -> None:
+def test_kernel_selftest_uses_dtype_block_size_and_features_of_serving(block_size: int, dtype: mx.Dtype) -> None:
     """The trial runs a decode of one row, a step with a chunk, and a forced split with its merge.
 
     It uses the server's block size, dtype and group, and the layers' window, softcap and sinks.

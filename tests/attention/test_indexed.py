@@ -171,7 +171,7 @@ def test_planning_compares_no_pairs_of_requests(monkeypatch: pytest.MonkeyPatch)
     assert plan is not None and sum(len(tile.requests) for tile in plan.tiles) == 50
 
 
-def test_layers_share_one_plan_of_the_other_rows() -> None:
+def test_layers_share_one_plan_for_rows_that_attend_to_all_keys() -> None:
     step = IndexedStep.random(SEGMENTS, **LATENTS)
     plan = plan_selection(step.packed.rows, TOP_K, step.index.dims)
     assert plan is not None and plan.full_step is not None

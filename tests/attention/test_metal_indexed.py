@@ -303,7 +303,9 @@ def test_wrong_kernels_are_refused_at_load(mutant: Mutant, why: str, caplog: pyt
         (replace(INDEX, size=SelectionSize(5)), "a selection of 5 keys"),
     ],
 )
-def test_other_indexes_are_left_to_mlx(index: IndexKind, why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_index_kinds_use_mlx_operations(
+    index: IndexKind, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     assert why in chosen(metal_kernel, index).layers.no_index_kernels
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     (figure,) = doctors_figures(metal_kernel, index)

@@ -99,7 +99,7 @@ OF_ANOTHER_SIZE = [
 
 
 @pytest.mark.parametrize("dtype, is_latent, shape", OF_ANOTHER_SIZE)
-def test_values_of_another_size(dtype, is_latent, shape):
+def test_attention_is_correct_if_v_head_dim_differs_from_head_dim(dtype, is_latent, shape):
     head_dim, v_head_dim, num_heads, num_kv_heads = shape
     check(
         SMALL_MIX, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
@@ -230,7 +230,7 @@ def test_every_row_by_itself():
     ],
     ids=str,
 )
-def test_alone_equals_in_company(heads):
+def test_output_bits_do_not_depend_on_the_batch(heads):
     """A decode in a mixed batch gets the same bits as alone, because choices are made per segment."""
     step = make_step([(1, 99), (20, 41), (1, 700), (64, 0)], **heads)
     packed, _ = attend(step, scale=0.125)
@@ -253,7 +253,7 @@ def test_alone_equals_in_company(heads):
     ],
     ids=str,
 )
-def test_a_request_has_the_same_bits_in_any_company_with_any_cut(cut, heads):
+def test_output_bits_do_not_depend_on_the_batch_for_any_cut(cut, heads):
     """Each cut (way to divide the work over threadgroups) gives right outputs, with its own rounding.
 
     Layers of one kind use the same cut in all steps.

@@ -98,7 +98,7 @@ def test_prefill_reads_less_than_half_the_square():
 
 
 @pytest.mark.parametrize("heads", those_in_full(DECODED))
-def test_decode_waits_once_for_the_keys_that_are_held(heads):
+def test_decode_needs_at_most_one_barrier_per_stage(heads):
     """A decode needs no barrier if no SIMD group reads another group's scores."""
     variant = heads.variant
     if heads.num_heads // heads.num_kv_heads > 8 * variant.strips:
@@ -113,7 +113,7 @@ def test_decode_waits_once_for_the_keys_that_are_held(heads):
 
 
 @pytest.mark.parametrize("heads", [Heads(64, 64, 2, 1), Heads(256, 256, 2, 1)], ids=["64", "256"])
-def test_prefill_waits_four_times_a_stage(heads):
+def test_prefill_needs_four_barriers_per_stage(heads):
     """Adding scores of SIMD parts needs no further barrier."""
     keys = stage_keys(heads.shape, heads.variant)
 

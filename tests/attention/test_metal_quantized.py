@@ -115,7 +115,7 @@ def test_masks_and_options(bits: int, dtype: str, window: int | None, softcap: f
 
 @pytest.mark.parametrize("quantized", [(8, 64), (4, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [mx.float16, pytest.param(mx.bfloat16, marks=pytest.mark.full)], ids=str)
-def test_numbers_are_those_of_mlx(quantized: Quantized, dtype: mx.Dtype) -> None:
+def test_quantized_attention_equals_attention_over_kv_dequantized_by_mlx(quantized: Quantized, dtype: mx.Dtype) -> None:
     """The kernel gives the same bits as on a cache of mx.dequantize's numbers, rounded to the layer's type.
 
     With heads of this size, both kernels distribute the work in the same way.
@@ -129,7 +129,7 @@ def test_numbers_are_those_of_mlx(quantized: Quantized, dtype: mx.Dtype) -> None
         np.testing.assert_array_equal(attend(step, target, scale=0.2)[0], attend(plain, target, scale=0.2)[0])
 
 
-def test_alone_equals_in_company() -> None:
+def test_output_bits_do_not_depend_on_the_batch() -> None:
     heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     step = make_step([(1, 99), (20, 41), (1, 700), (64, 0)], dtype=mx.float16, quantized=(8, 32), **heads)
     packed, _ = attend(step, scale=0.125)

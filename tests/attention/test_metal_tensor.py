@@ -61,13 +61,13 @@ def test_a_mixed_step() -> None:
 
 
 @pytest.mark.full
-def test_where_elements_lie_changes_no_bit() -> None:
+def test_tensor_element_layout_does_not_change_output_bits() -> None:
     step = make_step(MIX, window=100, dtype=mx.float16, **HEADS)
     first, second = (check(step, layout, sinks=sinks_of(mx.float16), **OPTIONS) for layout in LAYOUTS)
     np.testing.assert_array_equal(first, second)
 
 
-def test_a_request_alone_and_in_company_gets_the_same_bits() -> None:
+def test_output_bits_do_not_depend_on_the_batch() -> None:
     """A decode also uses this kernel in both steps. Keys are divided at the edges of a window."""
     step = make_step([(1, 99), (20, 41), (9, 107), (64, 0)], window=100, dtype=mx.float16, **HEADS)
     sinks = sinks_of(mx.float16)

@@ -94,7 +94,7 @@ def test_a_long_decode_has_as_many_threadgroups_as_the_device_asks_for() -> None
 
 
 @pytest.mark.parametrize("others", [[(2048, 2048)], [(256, 256)], [(1, 500)] * 63], ids=str)
-def test_a_long_context_is_split_in_company_too(others: list[tuple[int, int]]) -> None:
+def test_a_long_context_is_split_in_mixed_batches(others: list[tuple[int, int]]) -> None:
     """An unsplit context would keep one threadgroup busy long after the end of all other threadgroups."""
     items = Options().plan(rows_of([(1, 131_072), *others]))
     lengths = items.table[:, 4] - items.table[:, 3]
@@ -104,7 +104,7 @@ def test_a_long_context_is_split_in_company_too(others: list[tuple[int, int]]) -
 
 @pytest.mark.parametrize("group, most", [(1, 1 / 32), (4, 1 / 14), (8, 1 / 14), (16, 1 / 7)])
 @pytest.mark.parametrize("keys", [512, 577, 1000, 4096, 20_000])
-def test_what_merging_64_decodes_moves(group: int, most: float, keys: int) -> None:
+def test_merge_traffic_of_64_decodes_is_a_small_fraction_of_kv_traffic(group: int, most: float, keys: int) -> None:
     """Bytes of the splits' outputs and log-sum-exps are compared with K and V of head_dim 64 in half precision."""
     items = Options(group=group, target_threadgroups=FORTY_CORES).plan(rows_of([(1, keys + i) for i in range(64)]))
     assert items.is_split
@@ -123,7 +123,9 @@ OTHERS = [(1, 30 + 17 * i) for i in range(37)] + [(20, 61), (33, 33), (5, 600)]
 @pytest.mark.parametrize(
     "keys, window, dtype", [(700, None, mx.float32), (1500, None, mx.float16), (1500, 900, mx.bfloat16)]
 )
-def test_a_decode_beside_40_others_has_the_bits_it_has_alone(keys: int, window: int | None, dtype: mx.Dtype) -> None:
+def test_decode_bits_do_not_depend_on_40_other_requests_in_the_batch(
+    keys: int, window: int | None, dtype: mx.Dtype
+) -> None:
     segments = [*OTHERS[:20], (1, keys), *OTHERS[20:]]
     step = make_step(
         [(n, kv - n) for n, kv in segments], num_heads=8, num_kv_heads=2, head_dim=64, dtype=dtype, window=window

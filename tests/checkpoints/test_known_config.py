@@ -66,7 +66,7 @@ def test_a_repository_of_gguf_files_in_the_cache(tmp_path: Path, demo_path: Path
 
 
 @pytest.mark.parametrize("model", ["some/other", "./nowhere", "./nowhere.gguf"])
-def test_what_is_not_here_is_not_known(model: str, tmp_path: Path) -> None:
+def test_config_of_a_model_that_is_not_local_is_unknown(model: str, tmp_path: Path) -> None:
     assert known_config(EngineArgs(model=model, download_dir=str(tmp_path))) is None
 
 
@@ -107,7 +107,7 @@ def test_one_by_one_the_limit_of_operations_is_only_raised(
 
 @pytest.mark.usefixtures("on_a_mac")
 @pytest.mark.parametrize("is_set", [False, True])
-def test_a_model_that_comes_later_is_told_what_holds(
+def test_a_later_load_logs_the_command_buffer_limits_in_force(
     is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With several models, each load logs the limits, but only the first load comes before MLX is loaded."""
@@ -122,7 +122,7 @@ def test_a_model_that_comes_later_is_told_what_holds(
 
 
 @pytest.mark.usefixtures("on_a_mac")
-def test_nothing_is_set_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_buffer_limits_are_not_set_outside_macos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.sys, "platform", "linux")
     limit_command_buffers([EngineArgs(model=checkpoint(tmp_path / "a", num_hidden_layers=7))])
     assert MAX_OPS not in os.environ and MAX_MB not in os.environ

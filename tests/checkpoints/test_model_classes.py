@@ -70,7 +70,7 @@ def test_values_that_transformers_refuses() -> None:
 
 
 @pytest.mark.parametrize("text", [None, {}, {"model_type": "nonesuch"}, {"model_type": 3}])
-def test_no_known_text_model(text: Any) -> None:
+def test_a_config_without_a_known_text_model_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match="nonesuch"):
         model_classes({"model_type": "nonesuch", "text_config": text})
 

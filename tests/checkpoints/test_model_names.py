@@ -83,7 +83,7 @@ def test_a_quantization_chooses_a_file() -> None:
         ("o/x:Q8_0", ["model.safetensors"], "no GGUF files"),
     ],
 )
-def test_what_is_missing_or_ambiguous_says_what_there_is(name: str, files: list[str], message: str) -> None:
+def test_the_error_for_a_missing_or_ambiguous_gguf_file_lists_files(name: str, files: list[str], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         chosen(name, files)
 

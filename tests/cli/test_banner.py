@@ -71,7 +71,7 @@ def test_the_sampling_of_requests_that_set_none() -> None:
     assert shown(can_generate=False) is None
 
 
-def test_plain_lines_where_there_is_no_terminal() -> None:
+def test_banner_is_plain_lines_without_a_terminal() -> None:
     out = io.StringIO()
     print_banner(rows(), Console(file=out, force_terminal=False, width=40))
     lines = out.getvalue().splitlines()
@@ -96,7 +96,7 @@ def test_a_full_disk() -> None:
         print_banner(rows(), Console(file=Full(), force_terminal=is_terminal))
 
 
-def test_ranks_are_told_with_what_each_has() -> None:
+def test_banner_lists_the_layers_and_weights_of_each_rank() -> None:
     ranks = (RankInfo(host="a", weight_bytes=1 << 30, peak_bytes=2 << 30, num_layers=30),) * 2
     assert startup_rows(dataclasses.replace(fake_config(), ranks=ranks), URL, ("fake",))["ranks"] == (
         "2; 0 on a: 30 layers, weights 1.00 GiB (at most 2.00 GiB to read them); "

@@ -105,7 +105,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "/save FILE" in notes
 
 
-def test_save_overwrites_only_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_does_not_overwrite_an_existing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.md"
     other.write_text("mine")
     talk(f"/save {other}\n/save\n/save {tmp_path / 'no' / 'such'}\n")
@@ -120,7 +120,7 @@ def test_a_save_that_failed_can_be_repeated(tmp_path: Path) -> None:
     assert json.loads(name.read_text()) == [{"role": "system", "content": "ok"}]
 
 
-def test_an_interrupted_answer_stays_as_far_as_it_came() -> None:
+def test_the_received_part_of_an_interrupted_answer_stays_in_the_history() -> None:
     model, shown, answered = talk("One?\nTwo?\n", says("On", then=KeyboardInterrupt()), says("2."))
     assert model.asked[1] == [user("One?"), assistant("On"), user("Two?")]
     assert (shown, answered) == ("On\n2.\n", True)
@@ -166,7 +166,7 @@ def test_words_stay_whole() -> None:
     assert wrapped([], 10) == ""
 
 
-def test_a_terminal_that_does_not_know_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_of_unknown_width_wraps_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a terminal reports 0 columns. Words are wrapped at 80 columns, not after each character."""
 
     class Terminal(io.StringIO):
@@ -237,7 +237,9 @@ def odd_server() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[1]", b'{"data": 5}', b'{"data": [{}]}', b"\xff"])
-def test_what_is_no_server_of_models(body: bytes, odd_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_that_is_not_an_openai_model_list_is_refused(
+    body: bytes, odd_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(OddServer, "body", body)
     with pytest.raises(ServerError, match="does not speak OpenAI's API"):
         served_models(odd_server)
@@ -338,7 +340,7 @@ def test_a_model_that_is_loaded_here_is_announced(
     assert "no effect" in capsys.readouterr().err
 
 
-def test_the_servers_address_is_read_as_ps_and_launch_read_it(
+def test_chat_reads_host_port_and_key_from_the_variables_of_serve(
     served: Served, choose: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Host, port and key come from the variables of `serve`; the key is the first of several."""
@@ -397,7 +399,7 @@ def test_whom_a_chat_cannot_talk_to(
         chat(ChatArgs(port=9, top_p=7.0), EngineArgs(model="demo"))
 
 
-def test_a_pipe_is_read_and_written(echoing: Served) -> None:
+def test_chat_works_through_pipes_with_invalid_utf_8(echoing: Served) -> None:
     """Includes bytes that are not UTF-8. The notes are not part of the output."""
     command = [sys.executable, "-m", "metal_engine", "chat", "--url", echoing.url]
     done = subprocess.run(command, cwd=ROOT, input=b"One.\\\nTwo.\n/clear\n\xff Hi\n", capture_output=True, timeout=60)

@@ -149,7 +149,7 @@ def test_help_is_in_groups_and_shows_every_default() -> None:
         assert help_text(one) in body, one.flag
 
 
-def test_defaults_are_written_as_users_would() -> None:
+def test_help_texts_show_defaults_in_readable_form() -> None:
     def default(kind: str, value: object) -> str:
         return help_text(Setting("name", kind, value, "Help."))
 

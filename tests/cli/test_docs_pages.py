@@ -91,7 +91,7 @@ def test_wrong_flags_are_noticed() -> None:
     assert named_flags(page) == {"--max-model-length", "--prot", "--hots", "--ours", "--more"}
 
 
-def test_flags_that_are_the_same_exist() -> None:
+def test_flags_listed_as_the_same_in_the_migration_page_exist() -> None:
     """In rows with `the same`, the other server's flags must exist here."""
     flags: set[str] = set()
     for line in text_of("coming-from.md").splitlines():

@@ -72,7 +72,7 @@ def run(commands: list[list[str]]) -> list[tuple[int, str, list[str]]]:
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def test_what_is_wrong_is_said_before_anything_slow_is_imported() -> None:
+def test_wrong_settings_are_refused_before_slow_imports() -> None:
     commands = [[*arguments, *(["--port", "0"] if arguments[0] == "serve" else [])] for arguments, _ in WRONG]
     for (arguments, message), (status, error, slow) in zip(WRONG, run(commands), strict=True):
         assert status == 1 and message in error, (arguments, error)
@@ -122,7 +122,7 @@ def test_names_from_ollamas_registry(tmp_path: Path, monkeypatch: pytest.MonkeyP
     check_model_name("qwen3:8b")  # a folder may have such a name
 
 
-def test_nobody_is_told_that_pytorch_is_missing() -> None:
+def test_imports_print_no_warning_about_missing_pytorch() -> None:
     """Importing the package and transformers prints nothing, not even a warning about PyTorch."""
     program = "import metal_engine, transformers; import metal_engine.llm"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)

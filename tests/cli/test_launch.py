@@ -99,7 +99,7 @@ def check_config(tool: str, environment: dict[str, str], arguments: list[str], u
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_shell_takes_what_is_printed(server: Served, path: Path, tool: str) -> None:
+def test_the_printed_commands_run_in_a_shell(server: Served, path: Path, tool: str) -> None:
     result = run(tool, "--url", f"{server.url}/v1/", "--api-key", "k'ey")
     assert result.exit_code == 0, result.stderr
     assert f"{TOOLS[tool].program} is not installed: {TOOLS[tool].install}" in result.stderr
@@ -128,7 +128,7 @@ def test_the_tool_is_run(server: Served, path: Path, tool: str, how: list[str]) 
     check_config(tool, environment, arguments[: len(arguments) - len(own)], server.url)
 
 
-def test_what_is_wrong_is_one_line(server: Served, path: Path) -> None:
+def test_launch_errors_are_one_line_and_exit_with_status_1(server: Served, path: Path) -> None:
     nobody = free_port()
     for arguments, wanted in [
         (["emacs"], "choose one of claude, codex, opencode, aider"),

@@ -44,7 +44,7 @@ def seen() -> tuple[typer.Typer, list[Any]]:
     return app, seen
 
 
-def test_the_command_takes_them(seen: tuple[typer.Typer, list[Any]]) -> None:
+def test_a_command_accepts_several_values_after_one_list_flag(seen: tuple[typer.Typer, list[Any]]) -> None:
     app, given = seen
     for line in ("demo {} a *", "{} a demo {} *", "demo --no-enable-prefix-caching {} a * --port 5"):
         assert CliRunner().invoke(app, line.format(NAME, NAME).split()).exit_code == 0

@@ -67,7 +67,7 @@ def test_from_pull_to_rm(hub: FakeHub, tmp_path: Path) -> None:
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
 
 
-def test_what_is_on_the_hub_is_shown_without_a_download(hub: FakeHub, tmp_path: Path) -> None:
+def test_show_describes_a_hub_model_without_a_download(hub: FakeHub, tmp_path: Path) -> None:
     shown = json.loads(run("show", "org/tiny", "--json").stdout)
     assert shown["path"] is None and shown["runs_here"] and shown["kv_cache_tokens"] > 1000
     other = json.loads(run("show", "org/unknown", "--json").stdout)
@@ -91,7 +91,7 @@ def test_errors_are_one_line(hub: FakeHub, command: tuple[str, ...], message: st
     assert len(errors) == 1 and message in errors[0], result.stderr
 
 
-def test_pull_takes_by_force_what_would_not_run(hub: FakeHub) -> None:
+def test_pull_with_force_downloads_a_model_that_cannot_run(hub: FakeHub) -> None:
     assert run("pull", "org/unknown", "--force").exit_code == 0
     (row,) = json.loads(run("list", "--json").stdout)
     assert not row["runs_here"] and "nonesuch" in row["problem"]

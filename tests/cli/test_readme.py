@@ -181,7 +181,7 @@ def test_the_commands_run(terminal: Terminal, page: str, least: int, monkeypatch
     assert num_commands >= least
 
 
-def test_the_program_prints_what_it_says(demo_path: Path, tmp_path: Path) -> None:
+def test_the_python_example_prints_the_output_in_the_docs(demo_path: Path, tmp_path: Path) -> None:
     (program,) = blocks(START, "python")
     (expected,) = blocks(START, "text")
     terminal = Terminal(tmp_path)
@@ -199,7 +199,7 @@ def test_the_long_command_runs(demo_path: Path, tmp_path: Path) -> None:
     Terminal(tmp_path).run(command, expected)
 
 
-def test_a_python_without_the_engine_finds_the_one_that_has_it(tmp_path: Path) -> None:
+def test_repro_tool_reruns_in_the_checkout_venv_if_the_engine_is_missing(tmp_path: Path) -> None:
     """The tool uses the checkout's .venv. If that folder is missing, the tool prints the command for creating it."""
     tool = tmp_path / "tools" / "repro_block_exhaustion.py"
     tool.parent.mkdir()

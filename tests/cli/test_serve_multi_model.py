@@ -119,7 +119,7 @@ def test_ps_of_a_server_with_one_model() -> None:
     assert result.exit_code == 1 and "no server responds" in result.stderr
 
 
-def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
+def test_serve_refuses_invalid_combinations_of_models_and_flags(folder: Path, tmp_path: Path) -> None:
     one, two = str(folder / "one"), str(folder / "org" / "two")
     for arguments, problem in [
         ([one, two, "--served-model-name", "x"], "--served-model-name is for one model"),

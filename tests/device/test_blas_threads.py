@@ -43,7 +43,7 @@ def test_other_programs_get_their_cores(most: int, others: float, threads: int) 
     assert load.set == [threads] * (threads != most)
 
 
-def test_threads_come_back() -> None:
+def test_blas_thread_count_rises_again_when_cores_become_free() -> None:
     load = Load()
     blas = load.threads(2)
     for own, others in ((1.0, 1.0), (1.0, 1.0), (1.0, 0.0), (2.0, 0.0)):
@@ -52,7 +52,7 @@ def test_threads_come_back() -> None:
     assert load.set == [1, 2]
 
 
-def test_two_calls_at_the_same_time() -> None:
+def test_adapt_without_elapsed_time_keeps_the_thread_count() -> None:
     blas = Load().threads(2)
     blas.adapt()
     assert blas.threads == 2

@@ -42,7 +42,7 @@ def test_kernels_of_a_step(config: dict[str, Any], expected: int | None) -> None
 
 
 @pytest.mark.parametrize(("num_layers", "per_layer"), [(16, 17), (30, 17), (62, 20), (94, 30)])
-def test_a_step_has_command_buffers_enough_to_go_behind_another(num_layers: int, per_layer: int) -> None:
+def test_a_step_has_at_least_14_command_buffers_for_queued_dispatch(num_layers: int, per_layer: int) -> None:
     limits = command_buffer_limits([{"num_hidden_layers": num_layers}], 16 * GIB, allows_queued_dispatch=True)
     assert limits.max_ops is not None
     # A command buffer is committed when it has more kernels than the limit.
@@ -70,13 +70,13 @@ def test_of_several_models_the_smallest_decides() -> None:
 
 
 @pytest.mark.parametrize("allows_queued_dispatch", [False, True])
-def test_a_model_that_is_not_known_leaves_mlx_s_own_limit_of_operations(allows_queued_dispatch: bool) -> None:
+def test_an_unknown_model_keeps_the_operation_limit_of_mlx(allows_queued_dispatch: bool) -> None:
     limits = command_buffer_limits([], 64 * GIB, allows_queued_dispatch=allows_queued_dispatch)
     assert limits.max_ops is None and limits.max_mb is not None
 
 
 @pytest.mark.parametrize(("num_layers", "max_ops"), [(2, None), (24, None), (51, None), (52, 51), (80, 79)])
-def test_where_nothing_goes_behind_the_limit_of_operations_is_not_lowered(num_layers: int, max_ops: int | None) -> None:
+def test_operation_limit_is_not_lowered_without_queued_dispatch(num_layers: int, max_ops: int | None) -> None:
     """MLX's own limit is 40 or 50."""
     config = {"num_hidden_layers": num_layers}
     limits = command_buffer_limits([config], 64 * GIB, allows_queued_dispatch=False)
@@ -84,7 +84,7 @@ def test_where_nothing_goes_behind_the_limit_of_operations_is_not_lowered(num_la
     assert limits.max_mb == command_buffer_limits([config], 64 * GIB, allows_queued_dispatch=True).max_mb
 
 
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_buffer_limits_set_by_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MAX_OPS, "7")
     monkeypatch.setenv(MAX_MB, "")  # so that monkeypatch removes the variable again
     monkeypatch.delenv(MAX_MB)
@@ -104,7 +104,7 @@ def test_mlx_s_own_limit_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits_in_force() == CommandBufferLimits(None, 4096)
 
 
-def test_it_is_too_late_when_mlx_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_buffer_limits_are_not_set_after_mlx_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(MAX_OPS, raising=False)
     monkeypatch.delenv(MAX_MB, raising=False)
     monkeypatch.setitem(sys.modules, "mlx.core", sys)

@@ -12,7 +12,7 @@ from metal_engine.device.compiled import CompiledByShape
 from metal_engine.device.streams import end_streams_of_thread, second_stream, synchronize
 
 
-def test_right_for_whatever_shapes_come_and_go() -> None:
+def test_compiled_functions_stay_correct_when_shapes_are_evicted() -> None:
     """A later function never gets a dropped compilation of another function."""
     traced = 0
 

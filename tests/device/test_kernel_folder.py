@@ -95,7 +95,7 @@ def give(folder: Path, user: int) -> None:
         os.chown(path, user, user)
 
 
-def test_kernels_go_to_the_cache_and_nobody_else_notices(top: Path) -> None:
+def test_kernels_go_to_the_cache_and_other_temporary_files_do_not(top: Path) -> None:
     found, logged = run(top)
     assert logged == "" and found["same_tempfiles"] and found["childs"] == "/tmp"
     (folder,) = (top / "cache" / "kernels").iterdir()
@@ -169,7 +169,7 @@ def test_a_second_user_can_start(top: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["read-only", "characters", "open", "noexec", "full"])
-def test_where_the_cache_will_not_do_the_temporary_folder_does(
+def test_kernels_go_to_the_temporary_folder_if_the_cache_is_unusable(
     top: Path, trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = top / "cache"
@@ -203,7 +203,7 @@ def test_where_the_cache_will_not_do_the_temporary_folder_does(
     assert ("not to the cache" in caplog.text and "mode 0777" in caplog.text) == (trouble == "open")
 
 
-def test_without_any_folder_nothing_is_compiled_and_one_warning_says_so(top: Path) -> None:
+def test_compilation_is_off_with_one_warning_if_no_folder_is_usable(top: Path) -> None:
     (top / "cache").chmod(0o777)
     (top / "tmp" / f"metal-engine-{os.geteuid()}").symlink_to(top / "cache")
     found, logged = run(top, f"tempfile.tempdir = {str(top / 'tmp')!r}")
@@ -229,7 +229,7 @@ def test_a_library_that_was_cut_short_is_compiled_again(top: Path) -> None:
     assert len(library.read_bytes()) == len(content)
 
 
-def test_only_what_mlx_writes_is_removed(top: Path) -> None:
+def test_cleanup_removes_only_truncated_libraries_of_mlx(top: Path) -> None:
     folder = top / "cache"
     kernels = folder / "mlx" / mx.__version__ / "cpu"
     others = [
@@ -256,7 +256,7 @@ def test_only_what_mlx_writes_is_removed(top: Path) -> None:
     "other",
     sweep(("notes.txt", "src/deep/down/libother.so", "0.1.0/gpu/liba.so", "0.1.0/cpu/a.so"), lambda o: "gpu" in o),
 )
-def test_a_folder_called_mlx_that_is_not_its_own_is_left_alone(top: Path, other: str) -> None:
+def test_a_folder_named_mlx_with_other_files_is_not_changed(top: Path, other: str) -> None:
     mine = top / "mine"
     path = mine / "mlx" / other
     path.parent.mkdir(parents=True)
@@ -273,7 +273,7 @@ def test_a_folder_called_mlx_that_is_not_its_own_is_left_alone(top: Path, other:
     assert set(mine.rglob("*.so")) <= {path, library}
 
 
-def test_what_goes_while_a_folder_is_looked_through_is_left_out(tmp_path: Path) -> None:
+def test_files_deleted_during_a_folder_scan_are_skipped(tmp_path: Path) -> None:
     """For example, a compiler's temporary file."""
     for i in range(3):
         (tmp_path / f"{i}.tmp").touch()

@@ -37,7 +37,7 @@ def killed() -> None:
     os.waitpid(child, 0)
 
 
-def test_a_start_that_finishes_leaves_nothing(limits: Path) -> None:
+def test_a_finished_start_leaves_no_trial_record(limits: Path) -> None:
     with trying_limits():
         assert list(limits.rglob("*.json"))
     assert not list(limits.rglob("*.json")) and refusal(LIMITS) is None
@@ -63,7 +63,7 @@ def test_one_killed_start_is_forgotten_after_a_start_that_finishes() -> None:
     assert refusal(LIMITS) is None
 
 
-def test_starts_at_the_same_time_count_once(limits: Path) -> None:
+def test_concurrent_unfinished_starts_count_once(limits: Path) -> None:
     """Ranks and models start together. A running start does not count as unfinished."""
     with trying_limits():
         killed()

@@ -37,20 +37,20 @@ def no_umask() -> Iterator[None]:
     os.umask(before)
 
 
-def test_what_is_missing_is_made(top: Path, no_umask: None) -> None:
+def test_missing_folders_are_created_with_mode_0700(top: Path, no_umask: None) -> None:
     folder = private_folder(top / "a" / "b" / "c")
     assert folder == top / "a" / "b" / "c"
     assert [mode(path) for path in (folder, *folder.parents[:3])] == [0o700] * 4
     assert private_folder(folder) == folder
 
 
-def test_one_of_ours_that_others_could_enter_is_closed(top: Path) -> None:
+def test_an_own_folder_that_other_users_can_read_gets_mode_0700(top: Path) -> None:
     (top / "a").mkdir()
     (top / "a").chmod(0o755)
     assert mode(private_folder(top / "a")) == 0o700
 
 
-def test_links_above_it_are_resolved_and_one_in_its_place_is_refused(top: Path) -> None:
+def test_links_in_the_parent_path_are_resolved_and_a_final_link_is_refused(top: Path) -> None:
     (top / "real").mkdir(mode=0o700)
     (top / "link").symlink_to(top / "real")
     assert private_folder(top / "link" / "a") == top / "real" / "a"
@@ -62,7 +62,7 @@ def test_links_above_it_are_resolved_and_one_in_its_place_is_refused(top: Path) 
 
 
 @pytest.mark.parametrize("bits", [0o777, 0o775, 0o1777])
-def test_one_that_others_can_write_to_is_refused(top: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_other_users_can_write_is_refused(top: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_is_own_group", lambda group, user: False)
     (top / "a").mkdir()
     (top / "a").chmod(bits)
@@ -75,7 +75,9 @@ def test_one_that_others_can_write_to_is_refused(top: Path, bits: int, monkeypat
         assert mode(private_folder(top / "a" / "b")) == 0o700
 
 
-def test_a_group_that_has_nobody_else_is_the_user(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_writable_folder_is_accepted_if_the_group_has_one_user(
+    top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (top / "a").mkdir()
     (top / "a").chmod(0o775)
     user = type("User", (), {"pw_gid": os.stat(top / "a").st_gid, "pw_name": "me"})
@@ -93,7 +95,7 @@ def test_a_group_that_has_nobody_else_is_the_user(top: Path, monkeypatch: pytest
 
 
 @as_root
-def test_another_users_are_refused(top: Path) -> None:
+def test_folders_of_another_user_are_refused(top: Path) -> None:
     (top / "theirs").mkdir()
     os.chown(top / "theirs", 12345, 12345)
     for folder in (top / "theirs", top / "theirs" / "a"):
@@ -102,7 +104,7 @@ def test_another_users_are_refused(top: Path) -> None:
 
 
 @as_root
-def test_files_of_others_are_refused(top: Path) -> None:
+def test_files_that_other_users_own_or_can_write_are_refused(top: Path) -> None:
     path = top / "lib.so"
     path.touch()
     check_ours(path, path.lstat())

@@ -82,7 +82,7 @@ def share_of(rank: int, num_ranks: int, num_layers: int) -> nn.Module:
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_a_trunk_ties_to_a_recurrent_layer_is_not_its_state() -> None:
+def test_a_pipeline_trunk_is_not_recorded_as_a_user_of_recurrent_state() -> None:
     states = [one for one in recorded(share_of(1, 2, 6)) if isinstance(one, RecordingState)]
     users = [type(user).__name__ for state in states for user in state.users.values()]
     assert users == ["Qwen3NextGatedDeltaNet"] * 2

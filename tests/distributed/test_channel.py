@@ -94,7 +94,7 @@ def test_a_rank_that_is_silent_is_lost_after_the_timeout() -> None:
     b.close()
 
 
-def test_a_rank_that_is_told_to_end_is_not_lost() -> None:
+def test_a_rank_that_quits_on_request_is_not_reported_as_lost() -> None:
     a, b = tcp_pair()
     one, other = Watched(a, 60), Watched(b, 60)
     one.close()
@@ -107,7 +107,7 @@ def test_a_rank_that_is_told_to_end_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize("header", [struct.pack(">IB", MAX_FRAME + 1, FrameKind.PLAN), struct.pack(">IB", 0, 99)])
-def test_what_is_no_frame_is_refused_before_it_is_read(
+def test_an_invalid_frame_header_is_refused_before_the_body_is_read(
     header: bytes, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     pair[0].sendall(header)
@@ -115,7 +115,7 @@ def test_what_is_no_frame_is_refused_before_it_is_read(
         read_frame(pair[1], 60)
 
 
-def test_strangers_change_nothing() -> None:
+def test_unknown_connections_do_not_keep_ranks_from_joining() -> None:
     listening = listen("127.0.0.1")
     port = listening.getsockname()[1]
     found: queue.SimpleQueue[dict[int, socket.socket]] = queue.SimpleQueue()
@@ -136,13 +136,13 @@ def test_strangers_change_nothing() -> None:
         one.close()
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_rank_that_does_not_connect_is_named_in_the_error() -> None:
     listening = listen("127.0.0.1")
     with pytest.raises(RunnerLostError, match=r"^rank 1, 2 has not connected within 0.3 s$"):
         accept_ranks(listening, TOKEN, 3, 0.3)
 
 
-def test_a_connection_that_is_aborted_changes_nothing() -> None:
+def test_an_aborted_connection_does_not_end_the_wait_for_ranks() -> None:
     class Aborting(socket.socket):
         num_calls = 0
 
@@ -156,7 +156,7 @@ def test_a_connection_that_is_aborted_changes_nothing() -> None:
     assert listening.num_calls > 1
 
 
-def test_the_channel_listens_where_the_group_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_channel_listens_on_the_address_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link-local address of IPv6 has the number of its interface."""
     with listen("127.0.0.1") as listening:
         assert listening.getsockname()[0] == "127.0.0.1"
@@ -168,7 +168,7 @@ def test_the_channel_listens_where_the_group_does(monkeypatch: pytest.MonkeyPatc
     assert asked == [(found[4], socket.AF_INET6)]
 
 
-def test_plans_come_through() -> None:
+def test_a_plan_survives_encoding_and_decoding() -> None:
     new = NewRequestData("b#1", [5, 6, 7], 3, 1, [4, 9], SamplingParams(prompt_logprobs=3, temperature=0.7, seed=1))
     plan = SchedulerOutput(
         step_id=7, num_scheduled_tokens={"a#0": 1, "b#1": 2, "c#2": 4}, new_requests=[new],
@@ -199,7 +199,7 @@ def test_plans_with_drafts_or_images_are_refused(more: dict[str, Any], what: str
         encode_plan(SchedulerOutput(0, {"a": 2}, **more))
 
 
-def test_a_rank_comes_in_past_as_many_strangers_as_may_be_about_to_say_who_they_are() -> None:
+def test_a_rank_connects_while_90_silent_connections_are_open() -> None:
     listening = listen("127.0.0.1")
     port = listening.getsockname()[1]
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(90)]
@@ -227,7 +227,7 @@ def test_a_greeting_has_one_time_in_all() -> None:
     stop.set()
 
 
-def test_a_rank_that_is_turned_away_comes_again() -> None:
+def test_a_rank_reconnects_after_a_closed_connection() -> None:
     listening = listen("127.0.0.1")
     port = listening.getsockname()[1]
     with listening:
@@ -254,7 +254,7 @@ def test_a_launcher_with_several_processes_asks_for_a_size(size: int | None, is_
         refuse_ranks_without_size(environment)
 
 
-def test_plans_say_what_is_pooled() -> None:
+def test_plans_include_pooled_requests_and_pooling_parameters() -> None:
     """All ranks compute the requested logits, because each may have some columns of the LM head."""
     scored = NewRequestData("s", [5], 1, 0, [4], SamplingParams(), pooling_params=PoolingParams(token_ids=(7, 9)))
     mean = NewRequestData("m", [5], 1, 0, [5], SamplingParams(), pooling_params=PoolingParams(pooling_type="MEAN"))
@@ -264,7 +264,7 @@ def test_plans_say_what_is_pooled() -> None:
     assert [one.pooling_params for one in read.new_requests] == [scored.pooling_params, mean.pooling_params]
 
 
-def test_heartbeats_keep_a_rank_that_says_nothing(quiet: tuple[Watched, Watched, float]) -> None:
+def test_heartbeats_keep_an_idle_rank_connected(quiet: tuple[Watched, Watched, float]) -> None:
     """Five seconds without frames. The earlier tests of this file run during most of them."""
     one, other, start = quiet
     time.sleep(max(0.0, start + 5 - time.monotonic()))

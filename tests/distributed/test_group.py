@@ -92,7 +92,7 @@ def both(groups: list[RankGroup], *work: Callable[[RankGroup], Any]) -> list[Any
     return found
 
 
-def test_ranks_at_different_places_do_not_take_one_fact_for_another(groups: list[RankGroup]) -> None:
+def test_ranks_that_exchange_different_facts_get_an_error(groups: list[RankGroup]) -> None:
     assert both(groups, lambda g: g.max_over_ranks("a", 3), lambda g: g.max_over_ranks("a", 5))[0] == 5
     error, _ = both(groups, lambda g: g.max_over_ranks("bytes", 3), lambda g: g.max_over_ranks("tokens", 5))
     assert str(error) == "rank 1 (here) is at 'tokens', and rank 0 at 'bytes'"
@@ -111,12 +111,12 @@ def test_rank_0_decides(groups: list[RankGroup]) -> None:
     assert [found.get(timeout=60) for _ in range(2)] == [choices, choices]
 
 
-def test_a_rank_that_does_not_come_along_is_not_waited_for(groups: list[RankGroup]) -> None:
+def test_a_barrier_times_out_and_names_the_missing_rank(groups: list[RankGroup]) -> None:
     error, _ = both(groups, lambda g: g.barrier("a place"), lambda g: None)
     assert str(error) == "rank 1 (here) has not reached 'a place' within 1.5 s"
 
 
-def test_settings_that_differ_are_named_as_the_user_sets_them(groups: list[RankGroup]) -> None:
+def test_settings_that_differ_between_ranks_are_named_by_flag(groups: list[RankGroup]) -> None:
     """A setting without a flag has no dashes."""
     for name, shown in (("max_num_seqs", "--max-num-seqs"), ("max_attention_work", "max-attention-work")):
         groups[1].args = replace(groups[0].args, **{name: 7})
@@ -180,7 +180,7 @@ def test_a_rank_that_cannot_be_started_ends_the_others(monkeypatch: pytest.Monke
     assert started[0].wait(60) and not list(tmp_path.iterdir()) and launch.launched_rank() is None
 
 
-def test_ports_of_ranks_are_given_to_no_other_program() -> None:
+def test_rank_ports_are_unused_and_below_the_ephemeral_range() -> None:
     """Systems choose ports from 32,768 on. A port that a program uses is left out."""
     with socket.create_server(("127.0.0.1", free_ports(1)[0])) as used:
         ports = free_ports(11_000)
@@ -246,7 +246,7 @@ class _Runner:
         self.forgotten += req_ids
 
 
-def test_a_plan_that_is_too_large_drops_what_it_would_have_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_too_large_to_send_still_drops_requests_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(plan: SchedulerOutput) -> bytes:
         raise ValueError("a plan of 300000000 bytes is too large for the other ranks")
 
@@ -263,7 +263,7 @@ def test_a_plan_that_is_too_large_drops_what_it_would_have_dropped(monkeypatch: 
         link.close()
 
 
-def test_a_rank_that_takes_nothing_keeps_no_other_from_hearing_of_a_loss() -> None:
+def test_a_blocked_rank_does_not_delay_loss_reports_to_other_ranks() -> None:
     stopped, reader = tcp_pair()
     full = Link(stopped, "rank 1 (here)", 60, lambda _: None)
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()

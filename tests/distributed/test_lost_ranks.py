@@ -121,7 +121,7 @@ def test_a_signal_to_all_ranks_loses_no_request(model: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_program_that_does_not_close_its_llm_loses_no_rank(model: Path) -> None:
+def test_a_program_that_exits_without_closing_the_llm_reports_no_lost_rank(model: Path) -> None:
     program = (
         "from metal_engine import LLM, SamplingParams\n"
         f"llm = LLM({str(model)!r}, tensor_parallel_size=2)\n"

@@ -28,7 +28,7 @@ atexit.register(at_the_end)
 
 
 @pytest.mark.parametrize(("argv", "status"), [([], 0), (["lost"], 1), (["lost", "no threads"], 1)], ids=str)
-def test_it_ends(argv: list[str], status: int) -> None:
+def test_a_process_exits_with_status_1_if_a_rank_is_lost_during_exit(argv: list[str], status: int) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, *argv], capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stderr
     assert ("rank 1 has gone: rank 0 ends" in done.stderr) == bool(status)

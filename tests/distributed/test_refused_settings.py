@@ -40,7 +40,7 @@ def test_several_models() -> None:
     assert "--tensor-parallel-size is for one model that stays" in said, said
 
 
-def test_one_way_of_sharing_at_a_time() -> None:
+def test_tensor_and_pipeline_parallelism_cannot_be_combined() -> None:
     both = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
     found = CliRunner().invoke(app, ["serve", MODEL, *both])
     said = found.output + str(found.exception or "")

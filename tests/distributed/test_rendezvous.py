@@ -104,7 +104,7 @@ def test_a_rank_that_has_stopped_is_not_waited_for(tmp_path: Path) -> None:
         assert ranks.leader.returncode == (1 if stopped else -signal.SIGKILL)
 
 
-def test_a_meeting_ends_nobody(tmp_path: Path) -> None:
+def test_the_monitor_ends_no_process_after_a_successful_rendezvous(tmp_path: Path) -> None:
     """The monitor ends no process after a successful join, even if it is late. The handler of SIGHUP is restored."""
     program = (
         "import os, signal, time; from metal_engine.distributed.rendezvous import monitored_rendezvous\n"
@@ -177,7 +177,7 @@ class Joining:
         return said
 
 
-def test_a_rank_that_dies_before_it_joins(model: Path) -> None:
+def test_the_leader_reports_a_rank_that_dies_before_joining(model: Path) -> None:
     ranks = Joining(model)
     said = ranks.lose(1, signal.SIGKILL)
     assert ranks.leader.returncode == 1

@@ -82,7 +82,7 @@ def test_a_model_that_cannot_be_loaded() -> None:
     assert not healthy and "neither a directory nor a .gguf file" in found["model"].text
 
 
-def test_what_was_measured_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_reports_attention_tuning_except_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The report has a line for attention tuning, except on a CPU."""
     folder = write_checkpoint(tmp_path / "model")
     assert "attention tuning" not in findings(str(folder))[1]

@@ -62,7 +62,7 @@ def test_a_figure_without_a_value_is_not_judged() -> None:
     assert not not_measured("a figure", "why").is_failure
 
 
-def test_only_what_is_required_fails_the_report() -> None:
+def test_a_section_fails_only_on_a_required_promise_or_an_error() -> None:
     slow, wrong = Figure("slow", 2.0, promise=at_most(1.0)), Figure("wrong", 2.0, promise=at_most(1.0, required=True))
     assert not SectionResult("a section", figures=[slow]).is_failure
     assert SectionResult("a section", figures=[slow, wrong]).is_failure
@@ -94,7 +94,7 @@ def test_a_slower_engine_than_mlx_lm_is_worse() -> None:
     assert _first_token("a prompt", planted_run(1.0, 0.9), planted_run(1.0, 0.3)).verdict is Verdict.WORSE
 
 
-def test_a_way_to_run_a_step_that_does_not_help_is_worse_and_has_a_flag() -> None:
+def test_a_slower_dispatch_mode_is_reported_as_worse_with_the_flag() -> None:
     items = list(step_figures({ONE_BY_ONE: 0.010, AHEAD: 0.012, QUEUED: 0.008, REPLAYED: "replay is off"}))
     assert items[0] == (f"step {ONE_BY_ONE}", "10 ms")
     named = {figure.name: figure for figure in items if isinstance(figure, Figure)}
@@ -131,7 +131,7 @@ def test_the_utilization_in_the_registry() -> None:
 
 
 @pytest.mark.parametrize("second", [[2.0, 2.0], [nan, 1.0]])
-def test_wrong_results_of_a_kernel_in_one_of_its_outputs_are_seen(second: list[float]) -> None:
+def test_kernel_check_detects_wrong_results_in_any_output(second: list[float]) -> None:
     outputs, expected = [mx.array([1.0, 1.0]), mx.array([1.0, 1.0])], [np.ones(2), np.array(second)]
     assert kernel_error("a kernel", outputs, expected, mx.float32).is_failure
     assert not kernel_error("a kernel", outputs, [np.ones(2), np.ones(2)], mx.float32).is_failure

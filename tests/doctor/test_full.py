@@ -211,7 +211,7 @@ def measure(plan, model):
     ("os.kill(os.getpid(), signal.SIGABRT)", "signal SIGABRT"),
     ("time.sleep(600)", "not finished after"),
 ])  # fmt: skip
-def test_a_section_that_fails_leaves_what_it_has_measured(
+def test_a_failed_section_keeps_the_figures_measured_before_the_failure(
     end: str, error: str, planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted.write_text(MEASURE.format(end=end))

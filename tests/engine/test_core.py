@@ -36,18 +36,18 @@ def seeds_of(params: list[SamplingParams]) -> list[int]:
     return engine.runner.seen_seeds  # type: ignore[attr-defined]
 
 
-def test_requests_without_a_seed_get_one_each_and_the_same_ones_every_time() -> None:
+def test_requests_without_a_seed_get_distinct_reproducible_seeds() -> None:
     drawn = seeds_of([SamplingParams(max_tokens=1)] * 5)
     assert len(set(drawn)) == 5
     assert drawn == seeds_of([SamplingParams(max_tokens=1)] * 5)
 
 
-def test_a_given_seed_stays_and_greedy_requests_need_none() -> None:
+def test_a_given_seed_is_kept_and_greedy_requests_get_seed_0() -> None:
     given = [SamplingParams(seed=3, max_tokens=1), SamplingParams(temperature=0, max_tokens=1)]
     assert seeds_of(given) == [3, 0]
 
 
-def test_outputs_of_a_request_share_it_and_have_seeds_of_their_own() -> None:
+def test_outputs_of_a_request_share_parameters_and_have_distinct_seeds() -> None:
     engine = make_core(ahead=False)
     runner: Any = engine.runner
     params = SamplingParams(n=3, seed=7, max_tokens=1, allowed_token_ids=range(100))
@@ -61,7 +61,7 @@ def test_outputs_of_a_request_share_it_and_have_seeds_of_their_own() -> None:
 
 @pytest.mark.parametrize("next_token", [hash_chain, echo])
 @pytest.mark.parametrize("config", [{}, {"num_blocks": 10, "max_num_batched_tokens": 7, "max_num_seqs": 3}])
-def test_a_step_ahead_gives_the_same_outputs(next_token: NextToken, config: dict[str, int]) -> None:
+def test_async_scheduling_gives_the_same_outputs(next_token: NextToken, config: dict[str, int]) -> None:
     """Covers stops by end of sequence, token, string and length, in mixed steps and with preemption."""
     sentence = generated(byte_ids("a stop string"), 12)
     prompts = {
@@ -120,7 +120,7 @@ def test_an_id_used_again_right_after_an_abort_gets_no_token_of_the_old_request(
     assert token_ids(other + outputs["b"]) == generated(byte_ids("other"), 8)
 
 
-def test_a_step_under_way_is_finished_when_its_requests_have_gone() -> None:
+def test_a_step_in_flight_finishes_after_all_requests_are_aborted() -> None:
     engine = make_core(ahead=True)
     engine.add_request("a", engine.prepare(byte_ids("x"), SamplingParams(max_tokens=9)))
     assert engine.step() == []

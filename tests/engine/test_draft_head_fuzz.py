@@ -115,7 +115,7 @@ def run_mixed(engine: SteppedEngine, rng: random.Random) -> dict[str, list[Reque
 
 
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(i, marks=pytest.mark.full) for i in range(5, 90))])
-def test_outputs_are_those_without_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_with_drafts_equal_outputs_without_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, model = random.Random(seed), list(ALL_MODELS)[seed % len(ALL_MODELS)]
     engine = make_engine(model, MODES[seed % len(MODES)], rng)
     if seed % 4 != 1:

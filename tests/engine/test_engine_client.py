@@ -73,7 +73,7 @@ def counts_of(engine: SteppedEngine) -> tuple[Any, ...]:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_client_that_lags_behind_gets_the_same(ahead: bool, drafts: bool, seed: int) -> None:
+def test_outputs_and_metrics_do_not_depend_on_the_lag_of_the_client(ahead: bool, drafts: bool, seed: int) -> None:
     """Text, tokens, counts and metrics do not depend on the time at which a stop string is found."""
     rng = random.Random(seed)
     next_token = repeated if drafts else hash_chain
@@ -114,7 +114,7 @@ def test_tokens_after_a_stop_string_are_subtracted_later() -> None:
     assert totals == [10, 10, 10, 10, 10, 11, 12, 13, 14, 15]
 
 
-def test_outputs_of_an_aborted_request_go_to_nobody() -> None:
+def test_late_outputs_of_an_aborted_request_are_discarded() -> None:
     """The client uses the id again, while outputs of the aborted request are on their way."""
     engine = make_engine()
     engine.add_request("a", engine.prepare(byte_ids("old"), SamplingParams(max_tokens=20)))

@@ -77,7 +77,7 @@ def test_steps_go_on_while_many_requests_come_in() -> None:
     assert sum(map(len, between_steps)) == 20 and max(map(len, between_steps)) <= 4
 
 
-def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
+def test_both_parts_of_a_step_are_dispatched_before_the_inbox_is_processed() -> None:
     """The rest of a two-part GPU step is dispatched before the inbox is processed, which may take 10 ms."""
     found: list[tuple[bool, bool]] = []
     all_came, ended = threading.Event(), threading.Event()
@@ -115,7 +115,7 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
     assert len(found) > 8 and set(found) == {(True, False)}
 
 
-def test_requests_are_told_of_a_lost_rank_though_the_step_never_ends() -> None:
+def test_requests_fail_after_a_rank_loss_even_if_the_step_never_ends() -> None:
     config = fake_config()
     runner = FakeRunner(config.cache.block_size)
     runner.running.clear()
@@ -168,7 +168,7 @@ def test_a_request_of_another_engine_continues() -> None:
     assert (metrics.num_prompt_tokens, metrics.num_generation_tokens, metrics.generation_tokens.sum) == (0, 5, 9)
 
 
-def test_an_id_that_comes_into_use_while_a_request_waits_for_its_place() -> None:
+def test_a_waiting_request_fails_if_another_request_takes_the_same_id() -> None:
     engine = AsyncEngine(cast(Any, None))
     engine._client = cast(Any, SimpleNamespace(submit=lambda *_: None, abort=lambda request_id: None))
     prepared = RequestPreparer(fake_config(), tiny_tokenizer()).prepare([1, 2, 3], SamplingParams())

@@ -168,7 +168,7 @@ on_device = pytest.mark.own_process
         *(pytest.param(*one, marks=pytest.mark.full) for one in (("build", 1), ("build", 2), ("result", 5))),
     ],
 )
-def test_the_engine_goes_on(
+def test_requests_of_a_failed_step_are_retried_with_the_same_outputs(
     engine: SteppedEngine, fault: Fault, kind: str, at_step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = run(engine, PROMPTS, GREEDY)
@@ -209,7 +209,7 @@ def fails_once(original: Any, at_call: int = 0, *, is_refused: bool = False) -> 
         pytest.param(StepPooling, "result", 2, id="pooling later"),
     ],
 )
-def test_what_a_step_has_computed_cannot_be_taken_over(
+def test_requests_are_retried_if_processing_of_a_step_result_fails(
     owner: type, name: str, at_call: int, dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing remains of the step and of the steps built on it. All outputs are complete."""
@@ -271,7 +271,7 @@ def test_there_is_one_cache_at_a_time(where: str, replay: bool, monkeypatch: pyt
 
 
 @on_device
-def test_nothing_cached_outlives_a_failed_step(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_failed_step_are_not_cached(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are shared as soon as a plan fills them. The failed step never filled its blocks."""
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
     fault.install(model, monkeypatch)
@@ -310,7 +310,7 @@ def test_a_lost_cache_is_computed_again(engine: SteppedEngine, fault: Fault, mon
     assert len(allocations) == 1, "the pool must be reallocated once"
 
 
-def test_a_scheduler_that_raises_fails_what_there_is(
+def test_a_scheduler_error_fails_all_requests(
     engine: SteppedEngine, fault: Fault, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = run(engine, PROMPTS, GREEDY)
@@ -329,7 +329,7 @@ def test_a_scheduler_that_raises_fails_what_there_is(
     assert run(engine, PROMPTS, GREEDY) == expected
 
 
-def test_nothing_cached_outlives_a_scheduler_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_plan_lost_to_a_scheduler_error_are_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks that the lost plan was to fill are never filled."""
     engine = engine_of(tiny_model(vocab_size=VOCAB_SIZE), budget=64, caching=True)
     schedule = engine.scheduler.schedule
@@ -356,7 +356,9 @@ def test_an_error_on_both_streams_is_raised_once() -> None:
 
 
 @pytest.mark.parametrize("mode", ["ahead", "behind"])
-def test_a_step_that_fails_before_its_sampling_is_built(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_before_sampling_is_built_counts_as_one_failed_step(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its grammar's masks were to follow. The step built on it, which lacks samples, is no second failure."""
     digits = replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[0-9]{9}"), ignore_eos=False)
     requests = [(PROMPTS[0], digits), (PROMPTS[1], GREEDY)]

@@ -59,7 +59,7 @@ def test_alone_and_in_chunks(reference: nn.Module, ahead: bool, budget: int) -> 
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_packed_with_chats_whose_answers_do_not_change(reference: nn.Module, ahead: bool) -> None:
+def test_pooling_and_generation_in_one_batch_do_not_change_results(reference: nn.Module, ahead: bool) -> None:
     chats = [(prompt(n, 50), GREEDY) for n in (3, 30, 17, 60)]
     alone = run_pooling(tiny_engine(ahead=ahead), chats)
     pooled = [(prompt(n, 60), PoolingParams(pooling_type=t)) for n in (5, 41, 70) for t in TYPES]

@@ -56,7 +56,7 @@ def test_a_model_without_an_encoder_refuses_images() -> None:
         ((image(1, 2, 3, 4, 5, 6, bidirectional_layers="every layer"),), "needs 6 tokens of one step"),
     ],
 )
-def test_what_cannot_be_served(images: tuple[PromptImage, ...], problem: str) -> None:
+def test_prompts_with_images_over_a_limit_are_refused(images: tuple[PromptImage, ...], problem: str) -> None:
     with pytest.raises(PromptError, match=problem):
         preparer().prepare(PROMPT, SamplingParams(), images=PromptImages(images))
 

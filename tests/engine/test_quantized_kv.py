@@ -110,7 +110,7 @@ def _pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "way"), _pairs())
-def test_answers_in_any_company(name: str, way: str) -> None:
+def test_quantized_kv_outputs_equal_mlx_lm_for_any_batching(name: str, way: str) -> None:
     engine = make_engine(name, **WAYS[way])
     for _ in range(2):  # the second time, the prompts' prefixes are cached
         assert_equal(name, run(engine, PROMPTS, GREEDY))
@@ -149,7 +149,7 @@ def test_drafts_of_the_model_itself_are_all_accepted(way: str, kv_cache_dtype: s
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-def test_drafts_of_another_model(name: str) -> None:
+def test_a_quantized_draft_model_does_not_change_outputs(name: str) -> None:
     """The draft model has one layer, and another group size."""
     other = tiny_model(7, vocab_size=97, head_dim=32, num_hidden_layers=1)
     engine = make_engine(name, draft=PagedModel(other, kv_cache_dtype="int8"))

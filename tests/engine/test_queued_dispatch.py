@@ -66,7 +66,9 @@ def allow_queued_dispatch(engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch
         ],
     ),
 )
-def test_the_same_outputs(sizes: str, model: str, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queued_dispatch_gives_the_same_outputs(
+    sizes: str, model: str, replay: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Covers all controls, including grammars. Replayed steps follow replayed and built steps."""
     engine = tiny_engine(behind=True, replay=replay, **MODELS[model], **SIZES[sizes])
     seen = allow_queued_dispatch(engine, monkeypatch)
@@ -132,7 +134,7 @@ def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.Mon
         assert tokens == (output.token_ids[: len(tokens)] if request_id in gone else output.token_ids)
 
 
-def test_tokens_are_told_between_the_parts_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_returned_before_the_second_part_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(behind=True)
     runner: Any = engine.runner
     told_with_rest = []
@@ -144,7 +146,7 @@ def test_tokens_are_told_between_the_parts_of_the_next_step(monkeypatch: pytest.
     assert len(told_with_rest) >= 6 and all(told_with_rest)
 
 
-def test_masks_are_made_while_no_other_step_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_grammar_masks_are_not_queued_behind_another_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(behind=True)
     runner: Any = engine.runner
     dispatch = runner._dispatch
@@ -192,7 +194,7 @@ RANKS = (RankInfo(host="a", weight_bytes=1, peak_bytes=1, num_layers=2),) * 2
     ],
     ids=["cpu", "ranks", "no KV", "recurrent", "one token"],
 )
-def test_where_no_step_goes_behind_another(
+def test_queued_dispatch_is_off_with_the_reason_where_unsupported(
     given: dict[str, Any], model: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiny_engine(ahead=True, **model)
@@ -258,7 +260,7 @@ def test_a_check_that_fails_is_no_end(where: str, at: int, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("short_check")
-def test_a_check_that_takes_too_long_queues_no_step(
+def test_queued_dispatch_is_off_if_the_check_takes_too_long(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dispatch_module, "CheckDeadline", lambda: CheckDeadline(-1.0))
@@ -271,7 +273,7 @@ def test_a_check_that_takes_too_long_queues_no_step(
 
 
 @pytest.mark.usefixtures("short_check")
-def test_a_check_that_fails_says_nothing_against_replaying(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_queued_dispatch_check_does_not_disable_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failed step ran a trace for the first time. Running behind another step may be the cause, not the trace."""
     requests = [(byte_ids("ab"), SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0))]
     expected = list(map(token_ids, run_all(tiny_engine(), requests)))
@@ -301,7 +303,7 @@ def test_a_check_that_fails_says_nothing_against_replaying(monkeypatch: pytest.M
     assert engine.metrics.num_decode_forwards["replayed"] > 3
 
 
-def test_what_cannot_be_replayed_is_known_before_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_backend_refuses_replay_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_module, "ReplayableBackend", str)  # no backend is of this type
     for is_asked_for in (False, True):
         engine = tiny_engine(replay=is_asked_for)

@@ -118,7 +118,7 @@ def computed_tokens(engine: SteppedEngine, prompt: list[int], num_outputs: int =
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.full), True], ids=["one by one", "one ahead"])
-def test_a_chat_of_ten_turns_computes_what_is_new(ahead: bool) -> None:
+def test_each_chat_turn_recomputes_only_a_small_part_of_the_history(ahead: bool) -> None:
     """Each turn adds the output and a question to the history. At most a block of the history is computed again."""
     engine = hybrid_engine("qwen3_5", ahead=ahead, max_model_len=2048, num_blocks=512)
     block_size = engine.config.cache.block_size
@@ -132,7 +132,7 @@ def test_a_chat_of_ten_turns_computes_what_is_new(ahead: bool) -> None:
         history += answer
 
 
-def test_a_prompt_that_comes_again_hits() -> None:
+def test_a_repeated_prompt_hits_the_prefix_cache() -> None:
     engine = hybrid_engine("qwen3_5")
     (prompt,) = prompts(2, [37])
     assert computed_tokens(engine, prompt)[1] == 37
@@ -140,14 +140,14 @@ def test_a_prompt_that_comes_again_hits() -> None:
     assert first == again and again[1] == 1
 
 
-def test_the_third_of_those_that_share_a_beginning_hits() -> None:
+def test_the_third_prompt_with_a_shared_prefix_hits_the_prefix_cache() -> None:
     """The place where two prompts diverge is known only when the second arrives."""
     engine = hybrid_engine("lfm2")
     system, *tails = prompts(3, [40, 9, 13, 11])
     assert [computed_tokens(engine, system + tail)[1] for tail in tails] == [49, 53, 11]
 
 
-def test_a_burst_with_one_beginning_computes_it_twice_at_most() -> None:
+def test_concurrent_prompts_compute_a_shared_prefix_at_most_twice() -> None:
     """The first prompt has passed the shared prefix when the second is admitted. The second stores a state there."""
     engine = hybrid_engine("qwen3_5", max_num_batched_tokens=32)
     system, *tails = prompts(5, [80, 9, 13, 11, 6])
@@ -157,7 +157,7 @@ def test_a_burst_with_one_beginning_computes_it_twice_at_most() -> None:
     assert [o[-1].num_cached_tokens for o in outputs] == [0, 0, 80, 80]
 
 
-def test_a_long_prompt_leaves_checkpoints_on_the_way() -> None:
+def test_a_long_prompt_stores_state_checkpoints_at_intervals() -> None:
     engine = hybrid_engine("qwen3_5")
     engine.scheduler.states.interval = 32
     base, *tails = prompts(4, [100, 5])
@@ -167,7 +167,7 @@ def test_a_long_prompt_leaves_checkpoints_on_the_way() -> None:
     assert answer == own_answer("qwen3_5", base[:70] + tails[0])
 
 
-def test_a_long_prompt_leaves_others_their_checkpoints() -> None:
+def test_a_long_prompt_does_not_evict_state_checkpoints_of_other_prompts() -> None:
     engine = hybrid_engine("qwen3_5", num_state_slots=8 + 8)
     engine.scheduler.states.interval = 16
     first, long, *tails = prompts(6, [40, 400, 5, 7])
@@ -195,7 +195,7 @@ def test_chats_at_once_all_go_on_from_their_last_prompts(max_num_partial_prefill
         chats = [chat + more for chat, more in zip(chats, prompts(turn, [20] * 8), strict=True)]
 
 
-def test_checkpoints_give_way_to_requests() -> None:
+def test_state_checkpoints_are_evicted_for_running_requests() -> None:
     engine = hybrid_engine("qwen3_5", num_state_slots=9)
     for lengths in ([20] * 8, [21] * 8, [22] * 8):
         batch = prompts(sum(lengths), lengths)

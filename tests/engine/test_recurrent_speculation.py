@@ -65,7 +65,7 @@ def test_answers_are_mlx_lms(architecture: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5", "mamba"])
-def test_verifications_are_replayed_as_long_as_they_are(architecture: str) -> None:
+def test_padded_verification_steps_are_replayed(architecture: str) -> None:
     """Three requests with five rows each are padded to a size with a fourth request. No request has a single row."""
     answers = own_answers(architecture)
     engine = speculating(architecture, answers, rightness=1.0, replay=True, max_num_seqs=4)
@@ -95,7 +95,9 @@ def without() -> list[list[RequestOutput]]:
 @pytest.mark.parametrize(
     "config", [{"num_blocks": 24, "max_num_batched_tokens": 40}, pytest.param({"ahead": True}, marks=pytest.mark.full)]
 )
-def test_outputs_are_those_without(without: list[list[RequestOutput]], config: dict[str, Any]) -> None:
+def test_drafts_do_not_change_outputs_with_any_sampling_feature(
+    without: list[list[RequestOutput]], config: dict[str, Any]
+) -> None:
     """Covers all sampling features: seeds, truncation, penalties, grammars, stops, log probabilities."""
     speculative = speculative_config(4)
     engine = tiny_engine(architecture="qwen3_5", num_state_slots=160, speculative=speculative, **config)
@@ -106,7 +108,7 @@ def test_outputs_are_those_without(without: list[list[RequestOutput]], config: d
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
-def test_a_next_turn_goes_on_from_a_state_near_the_end(ahead: bool) -> None:
+def test_the_next_turn_resumes_from_a_state_near_the_end_of_the_output(ahead: bool) -> None:
     """Steps with drafts cross block boundaries. Now and then, a step ends at a boundary and stores its state."""
     (prompt, question), (num_outputs, block_size) = prompts(8, [30, 9]), (200, 16)
     params = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)

@@ -15,7 +15,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_requests_that_ended_are_dropped_though_the_next_plan_is_not_taken_in(
+def test_finished_requests_are_dropped_even_if_the_next_plan_fails(
     ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiny_engine(ahead=ahead, max_num_seqs=2)

@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_traced_is_built(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["from the start", "later"])
-def test_nothing_is_replayed_where_mlx_compiles_nothing(is_late: bool) -> None:
+def test_replay_is_off_if_mlx_compilation_is_disabled(is_late: bool) -> None:
     """Without compilation, MLX returns functions unchanged. All steps are then built."""
     expected = run(tiny(model_of("llama"), replay=False), PROMPTS, EACH)
     engine = tiny(model_of("llama"), ahead=True)
@@ -203,7 +203,9 @@ def test_replayed_steps_that_fail_at_either_end(
 
 
 @pytest.mark.parametrize("dispatch", DISPATCH)
-def test_after_another_failure_traces_are_made_anew(dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_are_built_again_after_a_replayed_step_fails(
+    dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = tiny(model_of("llama"), **dispatch)
     expected = run(engine, PROMPTS, EACH)
     kept = replay_of(engine)
@@ -411,7 +413,7 @@ def test_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.metrics.num_decode_forwards["replayed"] > 20
 
 
-def test_sizes_that_come_once_are_not_traced() -> None:
+def test_rare_step_sizes_are_not_traced() -> None:
     engine = tiny(model_of("llama"), trace_at=replay.TRACE_AT)
     run(engine, PROMPTS[:2], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     assert engine.metrics.num_decode_forwards == {"untraced": 2} and replay_of(engine).num_traces == 0
@@ -419,7 +421,7 @@ def test_sizes_that_come_once_are_not_traced() -> None:
     assert engine.metrics.num_decode_forwards["replayed"] > 20
 
 
-def test_nothing_is_left_after_the_end() -> None:
+def test_a_closed_engine_releases_weights_and_threads() -> None:
     """Traces reference the weights. An engine that did not drop its traces would keep the weights in memory."""
     threads = set(threading.enumerate())
     mx.clear_cache()

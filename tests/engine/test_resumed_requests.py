@@ -65,7 +65,9 @@ KEPT_MODES = ["one by one", "behind, replayed", "drafts ahead"]
         ],
     ),
 )
-def test_another_engine_continues(model: str, at_steps: tuple[int, int], mode: str) -> None:
+def test_requests_resume_in_another_engine_with_the_same_outputs(
+    model: str, at_steps: tuple[int, int], mode: str
+) -> None:
     """Two engines end before their requests. The client gets the outputs of a single engine."""
 
     def make() -> SteppedEngine:

@@ -44,7 +44,7 @@ def merged(engine: SteppedEngine) -> dict[str, RequestOutput]:
 @pytest.mark.parametrize("error", [RuntimeError, KVCacheLostError])
 @pytest.mark.parametrize("config", [{}, {"max_num_batched_tokens": 12, "num_blocks": 16, "max_num_seqs": 4}])
 @pytest.mark.parametrize("place", [0, 4, 8])
-def test_a_request_that_kills_is_given_up_alone(
+def test_only_the_request_that_makes_steps_fail_gets_an_error(
     place: int, config: dict[str, int], error: type[Exception], num_tokens: int, ahead: bool
 ) -> None:
     """The request has ``num_tokens`` tokens, and each step that computes its next token fails."""
@@ -65,7 +65,7 @@ def test_a_request_that_kills_is_given_up_alone(
     assert metrics.num_retried_requests >= 2
 
 
-def test_a_device_that_is_gone_fails_everything() -> None:
+def test_all_requests_fail_if_every_step_fails() -> None:
     engine = fake()
     engine.runner.error_for = lambda tokens: RuntimeError("gone")
     add_all(engine, [(prompt[:5], SHORT) for prompt in INNOCENTS])

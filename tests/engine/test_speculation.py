@@ -103,7 +103,7 @@ def test_aborts(kind: str, seed: int) -> None:
         assert found[i] == (tokens[: len(found[i])] if i in gone else tokens)
 
 
-def test_next_turns_find_what_was_accepted() -> None:
+def test_the_next_turn_hits_cached_blocks_of_accepted_drafts() -> None:
     """Prompts that continue an output use its cached blocks, and give the same output as without them."""
     requests = requests_of(5, num=4)
     engines: list[SteppedEngine] = [

@@ -86,7 +86,7 @@ def watched_step(harness: SchedulerHarness, look: Look | None, now: float, *, fa
 
 @pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_told_is_the_pool(seed: int, speculates: bool) -> None:
+def test_frames_reproduce_the_state_of_the_block_pool(seed: int, speculates: bool) -> None:
     """Random load that exhausts the pool, with shared prefixes, aborts and failing steps.
 
     One observer joins in the middle, a second one later. After each step that is checked, the picture from the frames
@@ -124,7 +124,7 @@ def test_what_is_told_is_the_pool(seed: int, speculates: bool) -> None:
     assert told or not harness.scheduler.num_preemptions
 
 
-def test_a_watch_that_begins_with_a_full_pool_tells_it_little_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_observer_gets_a_full_pool_in_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("metal_engine.engine.step_observer._BLOCKS_AT_ONCE", 4)
     harness = make_harness(num_blocks=60)
     for i in range(5):
@@ -140,7 +140,7 @@ def test_a_watch_that_begins_with_a_full_pool_tells_it_little_by_little(monkeypa
     look.check()
 
 
-def test_rows_say_who_got_how_much() -> None:
+def test_frames_report_the_scheduled_tokens_of_each_request() -> None:
     harness = make_harness()
     look = Look(harness)
     harness.submit("a#0", make_prompt(0, 30), 4)
@@ -187,7 +187,7 @@ def test_steps_that_look_alike_are_one_row_and_a_frame_has_few() -> None:
     assert max(len(frame.rows) for frame in look.frames) == MAX_ROWS
 
 
-def test_preemptions_and_ends_are_told() -> None:
+def test_frames_report_preemptions_and_finished_requests() -> None:
     harness = make_harness(num_blocks=12)
     look = Look(harness)
     for i in range(3):

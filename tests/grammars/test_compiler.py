@@ -75,7 +75,7 @@ def test_leaving_ends_compiling(compiler: GrammarCompiler) -> None:
     compiler.compile(StructuredOutputsParams(regex="b"))
 
 
-def test_two_compile_at_once_and_who_waits_may_leave(
+def test_two_grammars_compile_at_once_and_waiting_callers_can_cancel(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler.compile(StructuredOutputsParams(regex="a"))
@@ -172,7 +172,7 @@ def test_without_processes_only_structured_output_is_refused(
     engine.prepare(byte_ids("a"), structured)
 
 
-def test_others_are_told_to_come_again_where_many_wait(
+def test_a_full_compile_queue_refuses_new_grammars_as_overloaded(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler.compile(StructuredOutputsParams(regex="known"))
@@ -190,7 +190,7 @@ def test_others_are_told_to_come_again_where_many_wait(
     assert not compiler._waiting
 
 
-def test_what_is_kept_is_bounded(compiler: GrammarCompiler) -> None:
+def test_the_number_of_cached_grammar_processes_is_limited(compiler: GrammarCompiler) -> None:
     before = descendants()
     held = compiler.compile(StructuredOutputsParams(regex="x"))
     for i in range(20):
@@ -210,9 +210,7 @@ def test_processes_in_use_are_bounded(compiler: GrammarCompiler, monkeypatch: py
     compiler.compile(StructuredOutputsParams(regex="y"))
 
 
-def test_grammars_that_no_output_follows_are_put_to_rest(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_of_idle_grammars_are_suspended(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler.compile(StructuredOutputsParams(regex="first"))  # starts the process that loads the tokenizer
     before = descendants()
     monkeypatch.setattr(compiler_module, "_MAX_PROCESSES", 4)
@@ -234,7 +232,7 @@ def test_grammars_that_no_output_follows_are_put_to_rest(
     wait_until(lambda: len(descendants() - before) <= 4, "the end of processes that rest again")
 
 
-def test_a_grammar_that_took_long_to_compile_does_not_rest(
+def test_a_grammar_that_took_long_to_compile_is_not_suspended(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler_module, "_MAX_PROCESSES", 2)
@@ -245,7 +243,7 @@ def test_a_grammar_that_took_long_to_compile_does_not_rest(
     assert not any(one.is_suspended for one in held)
 
 
-def test_a_grammar_that_gets_too_complex_ends_its_request_alone() -> None:
+def test_a_too_complex_grammar_fails_only_the_request_with_that_grammar() -> None:
     """The CPU timer ends the grammar's process. Other requests continue, and the next request gets a new process."""
     engine = tiny_engine()
     hostile = StructuredOutputsParams(grammar=cubic(400))

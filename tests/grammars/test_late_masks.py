@@ -33,7 +33,7 @@ def grammar() -> Iterator[tuple[CompiledGrammar, socket.socket]]:
     theirs.close()
 
 
-def test_a_mask_that_is_late_comes_later(grammar: tuple[CompiledGrammar, socket.socket]) -> None:
+def test_a_late_mask_is_returned_by_a_later_call(grammar: tuple[CompiledGrammar, socket.socket]) -> None:
     compiled, process = grammar
     matcher = compiled.matcher()
     matcher.consume([1, 2])
@@ -81,7 +81,7 @@ def test_that_masks_after_drafts_have_ended_is_logged_once(
     assert not compiled.needs_replacement
 
 
-def test_a_process_that_never_answers_ends_its_output(
+def test_a_grammar_process_that_never_responds_fails_the_output(
     grammar: tuple[CompiledGrammar, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer that has arrived counts, even if it is read after the time limit."""
@@ -97,7 +97,9 @@ def test_a_process_that_never_answers_ends_its_output(
 
 
 @pytest.mark.parametrize(("ahead", "block_size"), diagonal([False, True], [1, 4, 16]))
-def test_outputs_that_sit_out_steps_are_the_same(ahead: bool, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_that_skip_steps_for_late_masks_keep_the_same_tokens(
+    ahead: bool, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def params(**fields: Any) -> SamplingParams:
         return SamplingParams(max_tokens=25, temperature=0.8, **fields)
 

@@ -124,7 +124,7 @@ class TestCalls:
         assert allowed(matcher, "<call>a=1) text <call>b=2)<call>c") == "=abc"
         assert allowed(matcher, "=3) more") == ALL and matcher.is_free
 
-    def test_part_of_a_mark_may_become_another_text(self, following: Following) -> None:
+    def test_an_incomplete_call_mark_can_continue_as_free_text(self, following: Following) -> None:
         matcher = following(calls=calls("<call>"))
         assert allowed(matcher, "<call") == ALL and not matcher.is_free
         matcher.observe(byte_ids("er>"))
@@ -166,7 +166,7 @@ class TestCalls:
         matcher = following(calls=WHOLE)
         assert allowed(matcher, "<call>a=1)[a(") == ALL and matcher.is_free
 
-    def test_part_of_a_head_may_become_another_text(self, following: Following) -> None:
+    def test_an_incomplete_call_head_can_continue_as_free_text(self, following: Following) -> None:
         matcher = following(calls=WHOLE)
         assert allowed(matcher, "[bc") == ALL and not matcher.is_free
         assert allowed(matcher, "d") == ALL and matcher.is_free
@@ -228,7 +228,7 @@ class TestCalls:
 
 
 class TestReasoning:
-    def test_structured_output_after_it(self, following: Following) -> None:
+    def test_structured_output_applies_after_reasoning_ends(self, following: Following) -> None:
         matcher = following(DIGITS, reasoning=thinking(begins_inside=True))
         matcher.observe(byte_ids("what 12 </r"))
         assert not matcher.is_free  # the mark's end and the output may share a token
@@ -237,14 +237,14 @@ class TestReasoning:
         assert allowed(matcher, "\n1234") == "0123456789"
         assert allowed(matcher, "5") == "" and not matcher.is_free
 
-    def test_the_model_may_open_it(self, following: Following) -> None:
+    def test_the_model_can_start_reasoning_before_structured_output(self, following: Following) -> None:
         matcher = following(DIGITS, reasoning=thinking())
         assert set(allowed(matcher)) == set(" <0123456789")
         assert allowed(matcher, "<") == "r"
         assert allowed(matcher, "r>") == ALL and matcher.is_free
         assert set(allowed(matcher, "1, no: 2</r>")) == set(" 0123456789")
 
-    def test_it_may_not_end_the_output(self, following: Following) -> None:
+    def test_reasoning_before_structured_output_cannot_end_the_output(self, following: Following) -> None:
         matcher = following(DIGITS, reasoning=thinking(begins_inside=True))
         assert matcher.must_go_on
         matcher.observe(byte_ids("text</r>"))
@@ -295,7 +295,7 @@ class TestReasoning:
         matcher.consume(byte_ids("1"), byte_ids("23"))
         assert allowed(matcher, num_drafts=2) == "0123456789"
 
-    def test_another_end_mark(self, following: Following) -> None:
+    def test_calls_are_recognized_after_a_repeated_reasoning_end_mark(self, following: Following) -> None:
         """It is no content. The beginning of the content follows it."""
         for fields, is_call in (({"budget": 9}, True), ({"is_past": True}, True), ({}, False)):
             matcher = following(calls=WHOLE, reasoning=thinking(**fields))
@@ -409,7 +409,9 @@ SPECULATIVE = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt
     pytest.param(lambda: tiny_engine(speculative=SPECULATIVE), id="drafts"),
     pytest.param(lambda: tiny_engine(ahead=True, speculative=SPECULATIVE), id="drafts ahead"),
 ])  # fmt: skip
-def test_the_same_tokens_in_any_company(make: Callable[[], SteppedEngine], alone: list[tuple[list[int], str]]) -> None:
+def test_phased_outputs_do_not_depend_on_the_batch_or_dispatch_mode(
+    make: Callable[[], SteppedEngine], alone: list[tuple[list[int], str]]
+) -> None:
     engine = make()
     assert [token_ids(one) for one in run_all(engine, requests())] == [tokens for tokens, _ in alone]
     assert engine.metrics.num_unconstrained_calls == 0

@@ -70,7 +70,9 @@ def run_forked(
 
 
 @pytest.mark.parametrize("wanted", [PATTERNS, NESTED_REPEATS], ids=["patterns", "repeats"])
-def test_what_explodes_is_ended_within_bounds(tokenizer: llguidance.LLTokenizer, wanted: dict[str, Any]) -> None:
+def test_a_grammar_that_explodes_in_compilation_is_ended_within_limits(
+    tokenizer: llguidance.LLTokenizer, wanted: dict[str, Any]
+) -> None:
     _, _, simple = run_forked(tokenizer, {"regex": "a"})
     answers, _, usage = run_forked(tokenizer, wanted)
     assert answers == []
@@ -79,7 +81,7 @@ def test_what_explodes_is_ended_within_bounds(tokenizer: llguidance.LLTokenizer,
     assert (usage.ru_maxrss - simple.ru_maxrss) * _UNIT < 3 * process.MAX_GROWTH
 
 
-def test_a_mask_that_explodes_ends_its_process(tokenizer: llguidance.LLTokenizer) -> None:
+def test_a_mask_over_the_cpu_limit_ends_the_grammar_process(tokenizer: llguidance.LLTokenizer) -> None:
     messages = [pack_step(0, byte_ids(text)) for text in ("", "a", "b", "a", "a")]
     answers, status, usage = run_forked(tokenizer, {"grammar": cubic(400)}, *messages)
     assert answers[0][:1] == b"+" and {answer[:1] for answer in answers[1:]} == {MASK}
@@ -110,7 +112,7 @@ def test_steps_are_packed_and_unpacked() -> None:
 
 
 @pytest.mark.usefixtures("unhurried")
-def test_masks_after_drafts_leave_the_output_where_it_is(tokenizer: llguidance.LLTokenizer) -> None:
+def test_masks_for_drafts_do_not_advance_the_output(tokenizer: llguidance.LLTokenizer) -> None:
     """Masks for drafts up to and beyond the grammar's end. The output then continues with other tokens."""
     regex = {"regex": "ab?c|xy"}
     steps = [pack_step(0, byte_ids("ab")), pack_step(0, byte_ids("c"))]
@@ -142,7 +144,7 @@ def test_a_draft_that_explodes_ends_no_output(tokenizer: llguidance.LLTokenizer)
     assert [MASK + answers[1][1:], *answers[2:]] == plain[1:]
 
 
-def test_masks_after_drafts_take_nothing_of_what_outputs_may_take(
+def test_masks_for_drafts_have_a_separate_cpu_limit(
     tokenizer: llguidance.LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks after drafts soon exhaust their own limit. The output continues without them."""
@@ -160,7 +162,7 @@ def test_masks_after_drafts_take_nothing_of_what_outputs_may_take(
 
 
 @pytest.mark.usefixtures("unhurried")
-def test_masks_after_drafts_come_of_outputs_that_went_on_without(tokenizer: llguidance.LLTokenizer) -> None:
+def test_masks_for_drafts_are_correct_after_steps_without_drafts(tokenizer: llguidance.LLTokenizer) -> None:
     """Masks after drafts are right after tokens without drafts, and for an output that started later."""
     regex = {"regex": "ab?c|xyz"}
     _, of_a, of_ab = run_forked(tokenizer, regex, pack_step(0, byte_ids("a")), pack_step(0, byte_ids("b")))[0]
@@ -174,7 +176,7 @@ def test_masks_after_drafts_come_of_outputs_that_went_on_without(tokenizer: llgu
     assert any(masks[2][1][:size]) and pack_masks(MASK, [bytes(masks[3][1][size:])]) == of_ab
 
 
-def test_the_process_loads_nothing_heavy() -> None:
+def test_the_grammar_process_imports_no_heavy_modules() -> None:
     code = (
         "import sys, metal_engine.grammars.process;"
         "print({'mlx', 'numpy', 'transformers', 'torch', 'pydantic'} & set(sys.modules))"
@@ -197,7 +199,9 @@ def test_the_process_loads_nothing_heavy() -> None:
     {"regex": "\ud800"},
     {"whitespace_pattern": "(" * 60_000, "json": {}},
 ], ids=range(12))  # fmt: skip
-def test_what_is_too_deep_or_reads_files_is_refused(tokenizer: llguidance.LLTokenizer, wanted: dict[str, Any]) -> None:
+def test_grammars_that_nest_too_deep_or_read_files_are_refused(
+    tokenizer: llguidance.LLTokenizer, wanted: dict[str, Any]
+) -> None:
     answers, _, _ = run_forked(tokenizer, wanted)
     assert not (answers and answers[0][:1] == b"+")
     assert b"root:" not in b"".join(answers)

@@ -119,7 +119,7 @@ class Person(BaseModel):
 
 
 @pytest.mark.parametrize("kind", [Street, pytest.param(Person, marks=pytest.mark.full)])
-def test_the_demo_model_ends_what_pydantic_asks_for(
+def test_the_demo_model_completes_objects_of_pydantic_schemas(
     make_engine: MakeEngine, demo_tokenizer: Tokenizer, kind: type[BaseModel]
 ) -> None:
     """Schemas as sent by Instructor in its mode JSON_SCHEMA. In open objects, the model invents endless names."""
@@ -166,7 +166,9 @@ def test_the_demo_model_keeps_to_all_schemas(make_engine: MakeEngine, demo_token
     {"grammar": "%%%"},
     {"json": {"type": "object"}, "whitespace_pattern": "("},
 ], ids=str)  # fmt: skip
-def test_what_cannot_be_enforced_is_refused(compiler: GrammarCompiler, params: dict[str, Any]) -> None:
+def test_structured_outputs_that_cannot_be_enforced_are_refused(
+    compiler: GrammarCompiler, params: dict[str, Any]
+) -> None:
     with pytest.raises(ParameterError, match=r"^structured_outputs "):
         compiler.compile(StructuredOutputsParams(**params))
 

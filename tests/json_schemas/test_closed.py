@@ -116,7 +116,7 @@ def accepts() -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_closed(accepts: Any, name: str) -> None:
+def test_closed_schemas_reject_undeclared_properties(accepts: Any, name: str) -> None:
     """Grammars accept the same values."""
     schema, kept, gone = CASES[name]
     before = json.dumps(schema)
@@ -134,7 +134,7 @@ def test_what_is_closed(accepts: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-def test_what_is_left_alone(name: str) -> None:
+def test_schemas_that_must_not_be_closed_are_returned_unchanged(name: str) -> None:
     assert closed(LEFT_ALONE[name]) is LEFT_ALONE[name]
 
 
@@ -252,14 +252,14 @@ GIVEN = st.tuples(schemas, schemas, schemas, st.lists(values, min_size=1, max_si
 
 @settings(max_examples=25)
 @given(GIVEN)
-def test_what_is_valid_was_valid_before(given: Given) -> None:
+def test_values_valid_for_the_closed_schema_are_valid_for_the_original(given: Given) -> None:
     check_narrower(*given)
 
 
 @pytest.mark.full
 @settings(max_examples=1000)
 @given(GIVEN)
-def test_what_is_valid_was_valid_before_for_many(given: Given) -> None:
+def test_values_valid_for_many_closed_schemas_are_valid_for_the_originals(given: Given) -> None:
     check_narrower(*given)
 
 

@@ -257,7 +257,7 @@ def _add(scheduler: Scheduler, lengths: list[int], max_tokens: int, *, repeats: 
 
 
 @pytest.mark.parametrize("config", [{}, LATENT], ids=["plain", "latent"])
-def test_every_way_of_writing_leaves_the_same_cache(config: dict[str, Any]) -> None:
+def test_slot_block_and_run_writes_store_the_same_cache(config: dict[str, Any]) -> None:
     caches: dict[str, list[np.ndarray]] = {}
     ways = {"slot": SlotWrites, "block": BlockWrites, "run": RunWrites}
     num_faster = dict.fromkeys(ways, 0)

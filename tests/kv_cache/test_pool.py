@@ -106,7 +106,7 @@ def test_rows_go_to_their_slots(make_writes: type) -> None:
             assert mx.array_equal(blocks.reshape(array.shape), array)
 
 
-def test_what_attention_reads() -> None:
+def test_attention_reads_stored_kv_by_head_and_by_token() -> None:
     made, step = pool(), rows_of()
     write(made, step)
     kv, latent, _ = made.states
@@ -123,7 +123,7 @@ def test_what_attention_reads() -> None:
     assert latent.block_arrays().keys() == {"keys"}, "what is the same array is there once"
 
 
-def test_a_snapshot_undoes_what_was_built_since() -> None:
+def test_restoring_a_snapshot_undoes_later_writes() -> None:
     made, step = pool(), rows_of()
     write(made, step)
     made.evaluate()
@@ -137,7 +137,7 @@ def test_a_snapshot_undoes_what_was_built_since() -> None:
             assert np.array_equal(np.array(state.arrays[name]), array)
 
 
-def test_written_is_computed_after_every_write() -> None:
+def test_the_writes_done_marker_is_computed_after_every_write() -> None:
     made = pool()
     write(made, rows_of())
     mx.async_eval(made.writes_done_marker())
@@ -165,7 +165,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def test_a_pool_of_specs_and_the_parts_of_its_blocks() -> None:
+def test_specs_give_the_states_of_a_pool_and_the_parts_of_a_block() -> None:
     made = StatePool.of([KV, LATENT])
     assert [type(state) for state in made.states] == [KVState, LatentState]
     assert not made.is_allocated

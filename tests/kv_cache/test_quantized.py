@@ -87,7 +87,7 @@ def test_stored_rows_are_off_by_a_step_at_most(spec: Any, kv_cache_dtype: str, m
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_attention_reads_is_what_is_stored(spec: Any, kv_cache_dtype: str) -> None:
+def test_attention_reads_the_dequantized_stored_values(spec: Any, kv_cache_dtype: str) -> None:
     state = written(spec, kv_cache_dtype)
     names = ["keys", "keys"] if spec.latent_dim else ["keys", "values"]
     slots = np.array([97, 32, 130])
@@ -134,7 +134,7 @@ def test_the_parts_of_a_block() -> None:
     ]
 
 
-def test_what_is_quantized() -> None:
+def test_kv_of_supported_sizes_is_quantized_and_recurrent_state_is_not() -> None:
     recurrent = RecurrentSpec((ArraySpec((4, 64), mx.float32),))
     assert kv_cache_spec(recurrent, "int8") is recurrent and kv_cache_spec(PLAIN, "auto") is PLAIN
     for spec, group_size in ((PLAIN, 64), (NARROW, 32), (LATENT, 64), (LatentSpec(512, 64, mx.float16), 64)):

@@ -15,7 +15,7 @@ from metal_engine.kv_cache.spec import ArraySpec, RecurrentSpec
 NUM_SLOTS = 6
 
 
-def test_padded_rows_go_on_with_the_array_that_they_are_in() -> None:
+def test_padding_rows_reuse_the_pending_state_array() -> None:
     """Padding rows reuse the pending array that they are in. If they did not, each step would gather all states."""
     pool = StatePool.of([RecurrentSpec((ArraySpec((2,), mx.float32),))])
     pool.allocate(1, 1, NUM_SLOTS)
@@ -31,7 +31,7 @@ def test_padded_rows_go_on_with_the_array_that_they_are_in() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_steps_that_are_built_and_others_that_are_replayed(data: st.DataObject) -> None:
+def test_states_are_correct_after_any_mix_of_built_and_replayed_steps(data: st.DataObject) -> None:
     """A step adds one to its initial states. Some steps are discarded after they were built, and built again."""
     pool = StatePool.of([RecurrentSpec((ArraySpec((2,), mx.float32),))])
     (state,) = pool.states

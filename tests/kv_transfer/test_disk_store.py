@@ -99,7 +99,7 @@ def test_a_block_that_cannot_be_removed_does_not_stop_eviction(tmp_path: Path, m
     assert len(list(tmp_path.rglob("*.safetensors"))) <= 12
 
 
-def test_a_directory_that_is_removed_comes_back(tmp_path: Path) -> None:
+def test_a_removed_store_directory_is_created_again(tmp_path: Path) -> None:
     root = tmp_path / "kv"
     store = DiskStore(root, FINGERPRINT, max_size=1 << 20)
     store.put(stored(1))
@@ -193,7 +193,7 @@ def test_writers_killed_at_any_point_leave_whole_blocks_only(tmp_path: Path, num
     assert check_whole(tmp_path) == 50
 
 
-def test_two_processes_write_the_same_blocks(tmp_path: Path) -> None:
+def test_blocks_written_by_two_processes_at_once_are_never_corrupt(tmp_path: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", _WRITER, tmp_path], stdout=subprocess.PIPE) for _ in range(2)]
     try:
         for writer in writers:

@@ -94,7 +94,7 @@ DISPATCH = pytest.mark.parametrize(
 # --- equal outputs ------------------------------------------------------------------------------------------
 
 
-def test_another_process_finds_it(make: MakeEngine, check: Check, tmp_path: Path) -> None:
+def test_kv_saved_by_another_process_is_loaded(make: MakeEngine, check: Check, tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from tests.kv_transfer.test_engines import PROMPTS; "
         "from tests.support.kv_engines import kv_engine; from tools.fixtures.fake_engine import tiny_tokenizer; "
@@ -110,7 +110,9 @@ def test_another_process_finds_it(make: MakeEngine, check: Check, tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
-def test_half_precision_comes_back_bit_by_bit(make: MakeEngine, tokenizer: Tokenizer, dtype: mx.Dtype) -> None:
+def test_loaded_half_precision_kv_gives_the_same_outputs(
+    make: MakeEngine, tokenizer: Tokenizer, dtype: mx.Dtype
+) -> None:
     outputs = make(dtype=dtype).run([PROMPTS[0]])
     engine = make(dtype=dtype)
     assert engine.run([PROMPTS[0]]) == outputs and engine.stats.blocks_loaded == 6
@@ -164,7 +166,9 @@ def test_steps_that_load_or_save_have_the_device_alone(
     assert seen == {(False, False), (False, True), (True, False)}
 
 
-def test_a_queue_of_loaded_requests_keeps_to_its_host_memory(make: MakeEngine, tokenizer: Tokenizer) -> None:
+def test_loaded_kv_of_queued_requests_stays_within_the_host_memory_limit(
+    make: MakeEngine, tokenizer: Tokenizer
+) -> None:
     """The pool holds two of the requests at a time. The KV of the others waits in host memory or in the store."""
     prompts = [make_prompt(1000 + i, 200) for i in range(12)]
     expected = make(num_blocks=60).run(prompts)

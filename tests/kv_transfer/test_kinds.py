@@ -100,7 +100,9 @@ def test_cold_then_after_a_restart(make: MakeEngine, kind: str, dispatch: str) -
     ("kind", "dispatch"),
     sweep(product(KINDS, DISPATCHES), [("plain", "replayed"), ("int8", "one by one"), ("hybrid", "one ahead")]),
 )
-def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine, kind: str, dispatch: str) -> None:
+def test_requests_with_loaded_kv_are_preempted_with_the_same_outputs(
+    make: MakeEngine, kind: str, dispatch: str
+) -> None:
     """The outputs are so long that requests outgrow the pool, in whatever order the loads finish."""
     fill(engine_of(make, kind, **DISPATCHES[dispatch]), kind)
     engine = engine_of(make, kind, num_blocks=24, **DISPATCHES[dispatch])
@@ -170,7 +172,7 @@ def test_kv_of_another_model_is_not_found(make: MakeEngine, kind: str) -> None:
     assert outputs == kv_engine(tiny_tokenizer(), None, model=model_of(kind, seed=1)).run(PROMPTS)
 
 
-def test_other_types_do_not_find_it(make: MakeEngine) -> None:
+def test_kv_of_another_kv_cache_dtype_is_not_found(make: MakeEngine) -> None:
     sizes, fingerprints = {}, set()
     for kv_cache_dtype in ("int8", "int4", "auto"):
         engine = make(model=model_of("int8"), kv_cache_dtype=kv_cache_dtype)
@@ -183,7 +185,7 @@ def test_other_types_do_not_find_it(make: MakeEngine) -> None:
     assert len(fingerprints) == 3
 
 
-def test_what_was_loaded_is_a_checkpoint_here_too(make: MakeEngine) -> None:
+def test_a_loaded_state_becomes_a_local_state_checkpoint(make: MakeEngine) -> None:
     fill(engine_of(make, "hybrid"), "hybrid", PROMPTS[:1])
     engine = engine_of(make, "hybrid")
     for _ in range(3):

@@ -22,7 +22,7 @@ class _Spec:
     request_arrays = {"sum": ArraySpec((7,), mx.float32)}  # noqa: RUF012
 
 
-def test_what_is_saved_is_loaded_elsewhere_and_what_is_kept_of_requests_is_not_touched() -> None:
+def test_saved_blocks_load_at_other_ids_and_request_state_is_not_changed() -> None:
     layout = BlockLayout(block_parts([_Spec()], BLOCK_SIZE), "00")  # type: ignore[list-item]
     connector = KVConnectorRunner(MagicMock(), layout)
     random = np.random.default_rng(0)

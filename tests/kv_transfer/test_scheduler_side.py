@@ -53,7 +53,7 @@ def warm_store(*prompts: list[int], config: KVTransferConfig | None = None, num_
     return transfer
 
 
-def test_one_step_packs_what_arrived_whole_in_part_and_not_at_all() -> None:
+def test_one_step_combines_complete_partial_and_failed_loads() -> None:
     prompts = [make_prompt(seed, 41) for seed in range(4)]  # ten blocks and one token
     transfer = warm_store(*prompts)
     harness = make_harness(transfer, budget=128)
@@ -83,7 +83,7 @@ def test_one_step_packs_what_arrived_whole_in_part_and_not_at_all() -> None:
     assert (stats.prompt_tokens_store, stats.prompt_tokens_computed) == (76, 3 + 1 + 17 + 41 + 29 + 1)
 
 
-def test_holes_end_the_run_unless_the_cache_fills_them() -> None:
+def test_a_missing_block_ends_the_loaded_prefix_unless_cached_locally() -> None:
     prompt = make_prompt(0, 41)
     transfer = warm_store(prompt)
     hashes = list(transfer.store)
@@ -125,7 +125,7 @@ def test_blocks_cached_beyond_a_hole_are_shared() -> None:
     harness.drain()
 
 
-def test_the_deadline_uses_what_has_arrived() -> None:
+def test_a_load_past_the_deadline_uses_the_blocks_that_have_arrived() -> None:
     prompt = make_prompt(0, 41)
     transfer = warm_store(prompt, config=KVTransferConfig(kv_connector="fake", load_timeout=10, handover_timeout=30))
     harness = make_harness(transfer)
@@ -139,7 +139,7 @@ def test_the_deadline_uses_what_has_arrived() -> None:
     harness.drain()
 
 
-def test_a_handover_goes_on_as_long_as_blocks_keep_coming() -> None:
+def test_a_handover_does_not_time_out_while_blocks_arrive() -> None:
     prompt = make_prompt(0, 41)
     store = warm_store(prompt).store
     transfer = FakeTransfer(KVTransferConfig(kv_connector="fake", load_timeout=1, handover_timeout=30))
@@ -154,7 +154,7 @@ def test_a_handover_goes_on_as_long_as_blocks_keep_coming() -> None:
     harness.drain()
 
 
-def test_a_producer_that_died_is_given_up() -> None:
+def test_a_handover_times_out_if_the_producer_sends_no_further_blocks() -> None:
     prompt = make_prompt(0, 41)
     transfer = FakeTransfer(KVTransferConfig(kv_connector="fake", load_timeout=1, handover_timeout=30))
     transfer.store = dict(list(warm_store(prompt).store.items())[:4])
@@ -223,7 +223,7 @@ def test_a_consumer_does_not_save() -> None:
     assert not transfer.store
 
 
-def test_a_producer_hands_over_what_it_had_cached() -> None:
+def test_a_producer_hands_over_blocks_that_were_cached_earlier() -> None:
     transfer = FakeTransfer(KVTransferConfig(kv_connector="fake", kv_role="kv_producer"))
     harness = make_harness(transfer)
     prompt = make_prompt(0, 41)
@@ -239,7 +239,7 @@ def test_a_producer_hands_over_what_it_had_cached() -> None:
     harness.drain()
 
 
-def test_what_came_from_the_store_is_not_saved_again() -> None:
+def test_blocks_loaded_from_the_store_are_not_saved_again() -> None:
     prompt = make_prompt(0, 41)
     transfer = warm_store(prompt)
     transfer.answer_at_once()

@@ -25,7 +25,7 @@ def test_a_block_that_never_fits_into_the_queue_is_refused_at_the_start(tmp_path
         open_store(config, LAYOUT)
 
 
-def test_settings_as_given() -> None:
+def test_kv_transfer_settings_are_parsed() -> None:
     assert kv_transfer_config(EngineArgs(model="m")) is None
     config = kv_transfer_config(EngineArgs(model="m", kv_cache_dir="/kv", kv_cache_dir_size=123))
     assert config is not None and config.options == {"path": "/kv", "max_size": 123}

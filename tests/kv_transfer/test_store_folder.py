@@ -70,7 +70,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("name", USERS_FILES)
-def test_a_directory_with_other_things_is_refused_and_left_as_it_was(tmp_path: Path, name: str) -> None:
+def test_a_directory_with_other_files_is_refused_and_not_changed(tmp_path: Path, name: str) -> None:
     write_old(tmp_path, name)
     before = tree(tmp_path)
     config = kv_transfer_config(EngineArgs(model="m", kv_cache_dir=str(tmp_path), kv_cache_dir_size=10 * SIZE))
@@ -90,7 +90,7 @@ def test_the_flag_that_is_named_is_the_users(tmp_path: Path) -> None:
     assert raised.value.flag == "--kv-transfer-config"
 
 
-def test_what_a_user_puts_into_a_store_stays(tmp_path: Path) -> None:
+def test_user_files_in_a_store_are_never_removed(tmp_path: Path) -> None:
     """Opening, sweeping and evicting remove only blocks."""
     store = DiskStore(tmp_path, FINGERPRINT, max_size=10 * SIZE)
     store.put(stored(1))
@@ -130,12 +130,12 @@ def test_a_marker_of_another_version_is_refused(tmp_path: Path, content: bytes) 
 
 
 @pytest.mark.parametrize("path", ["~no-such-user/kv", "a\0b"])
-def test_what_is_no_path_is_refused(path: str) -> None:
+def test_an_invalid_store_path_is_refused(path: str) -> None:
     with pytest.raises(NotAStoreError, match="is not a path"):
         DiskStore(path, FINGERPRINT)
 
 
-def test_a_store_that_became_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_store_directory_replaced_by_other_files_is_not_changed(tmp_path: Path) -> None:
     """The store is removed while in use, and another thing takes its place."""
     root = tmp_path / "kv"
     store = DiskStore(root, FINGERPRINT, max_size=10 * SIZE)
@@ -242,7 +242,7 @@ def test_folders_and_files_are_the_users_alone_whatever_the_umask(tmp_path: Path
         assert mode(path) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_a_store_that_was_open_to_others_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_other_users_can_access_gets_mode_0700(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     DiskStore(tmp_path, FINGERPRINT).put(stored(1))
     folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())]
     for folder in folders:
@@ -268,7 +268,7 @@ def shared() -> Iterator[Path]:
 
 
 @as_root
-def test_another_users_directory_is_refused_and_roots_is_not(shared: Path) -> None:
+def test_a_store_directory_of_another_user_except_root_is_refused(shared: Path) -> None:
     """The mount point of a volume belongs to root; another user's directory belongs to that user."""
     for name, owner, problem, warning in (
         ("stranger", 12346, "belongs to another user", ""),

@@ -103,7 +103,7 @@ def save(transfer: KVTransfer, *seeds: int) -> None:
     transfer.save(hashes(*seeds), np.stack([block(seed)[1] for seed in seeds]))
 
 
-def test_what_is_saved_is_loaded(transfer: KVTransfer, store: MemoryStore) -> None:
+def test_saved_blocks_are_loaded_unchanged_and_not_saved_twice(transfer: KVTransfer, store: MemoryStore) -> None:
     save(transfer, 1, 2, 3)
     assert transfer.flush(DEADLINE)
     ticket = load(transfer, 1, 2, 4, 3)
@@ -114,7 +114,7 @@ def test_what_is_saved_is_loaded(transfer: KVTransfer, store: MemoryStore) -> No
     assert (transfer.stats.blocks_saved, transfer.stats.blocks_present) == (4, 1)
 
 
-def test_a_follower_waits_for_blocks_that_are_not_there_yet(transfer: KVTransfer, store: MemoryStore) -> None:
+def test_a_following_load_waits_for_blocks_that_are_not_stored_yet(transfer: KVTransfer, store: MemoryStore) -> None:
     ticket = transfer.start_load("r", hashes(1, 2, 3), follow=True)
     for n in (1, 2, 3):
         wait_until(lambda n=n: store.num_calls >= 2 * n, "polls")  # type: ignore[misc]
@@ -150,7 +150,7 @@ def test_a_shortened_load_does_not_wait_for_a_state_after_its_blocks(
     assert ticket.state is not None and ticket.state[0] == hashes(1)[0]
 
 
-def test_a_follower_looks_only_for_states_that_it_can_use(
+def test_a_following_load_polls_only_for_usable_states(
     make_transfer: Callable[..., KVTransfer], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load polls the store often while it waits for a state. Each poll must be cheap, even for a long prompt."""
@@ -181,7 +181,7 @@ def test_a_corrupt_block_ends_the_load_and_is_removed(transfer: KVTransfer, stor
     assert transfer.flush(DEADLINE) and transfer.stats.blocks_saved == 1, "it is written anew"
 
 
-def test_a_corrupt_block_that_cannot_be_removed_does_not_let_the_store_rest(
+def test_a_corrupt_block_that_cannot_be_removed_does_not_pause_the_store(
     transfer: KVTransfer, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(block_hash: bytes) -> None:
@@ -194,7 +194,7 @@ def test_a_corrupt_block_that_cannot_be_removed_does_not_let_the_store_rest(
     assert len(load(transfer, 2).blocks) == 1 and transfer.stats.store_errors == 0
 
 
-def test_saving_pauses_between_calls_unless_somebody_waits_for_its_end(
+def test_saving_pauses_between_calls_except_during_a_flush(
     make_transfer: MakeTransfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("metal_engine.kv_transfer.save_queue._SAVE_CPU_FRACTION", 1e-12)  # pauses of years
@@ -208,7 +208,7 @@ def test_saving_pauses_between_calls_unless_somebody_waits_for_its_end(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness for each thread")
 @pytest.mark.parametrize(("niceness", "asked_for"), [(0, [10]), (19, [])])
-def test_threads_give_way_and_live_on_where_that_is_forbidden(
+def test_transfer_threads_run_at_low_priority_and_survive_a_refusal(
     make_transfer: MakeTransfer, monkeypatch: pytest.MonkeyPatch, niceness: int, asked_for: list[int]
 ) -> None:
     """In a process with a higher nice value (`nice -n 19`), lowering the value would need privileges."""
@@ -238,9 +238,7 @@ def test_many_followers_do_not_look_more_often_together(
 
 
 @pytest.mark.parametrize("error", [StoreError("gone"), RuntimeError("a mistake")])
-def test_a_store_that_fails_is_let_rest(
-    transfer: KVTransfer, store: MemoryStore, clock: Clock, error: Exception
-) -> None:
+def test_a_store_that_fails_is_paused(transfer: KVTransfer, store: MemoryStore, clock: Clock, error: Exception) -> None:
     store.put(stored(1))
     store.error = error
     ticket = load(transfer, 1)
@@ -256,9 +254,7 @@ def test_a_store_that_fails_is_let_rest(
     assert len(load(transfer, 1).blocks) == 1 and transfer.grant_saves(3) == 3
 
 
-def test_a_success_makes_the_next_rest_as_short_as_the_first(
-    transfer: KVTransfer, store: MemoryStore, clock: Clock
-) -> None:
+def test_a_success_resets_the_length_of_store_pauses(transfer: KVTransfer, store: MemoryStore, clock: Clock) -> None:
     """Loads and saves rest on their own."""
     store.put(stored(1))
     for _ in range(3):
@@ -273,7 +269,7 @@ def test_a_success_makes_the_next_rest_as_short_as_the_first(
         assert transfer.flush(DEADLINE)
 
 
-def test_failures_during_a_rest_do_not_make_the_next_rest_longer(clock: Clock) -> None:
+def test_failures_during_a_pause_do_not_lengthen_the_next_pause(clock: Clock) -> None:
     """One outage, seen by several threads."""
     pause = StorePause(clock)
     for seconds in (1, 2, 4):
@@ -320,7 +316,7 @@ def test_a_full_queue_grants_no_saves(transfer: KVTransfer, store: MemoryStore) 
     assert transfer.flush(DEADLINE) and transfer.grant_saves(4) == 4
 
 
-def test_loads_take_turns_for_host_memory(transfer: KVTransfer, store: MemoryStore) -> None:
+def test_loads_wait_for_host_memory_of_earlier_loads(transfer: KVTransfer, store: MemoryStore) -> None:
     """Memory for four blocks. A load requests no more, and the next load waits until the first releases its memory."""
     store.put(stored(*range(20)))
     first = load(transfer, *range(6))
@@ -359,7 +355,7 @@ def test_a_load_cancelled_in_the_middle_gives_its_memory_back(transfer: KVTransf
     assert transfer.num_reserved_bytes == 0
 
 
-def test_closing_writes_what_waits(make_transfer: MakeTransfer, store: MemoryStore) -> None:
+def test_closing_writes_queued_saves(make_transfer: MakeTransfer, store: MemoryStore) -> None:
     transfer = make_transfer(save_on_close=DEADLINE)
     save(transfer, *range(40))
     transfer.close()

@@ -65,7 +65,7 @@ def test_use_renews_the_time_to_live(server: ValkeyServer) -> None:
     assert sorted(client.ttl(key) > 900 for key in keys) == [False, True]
 
 
-def test_a_full_server_is_an_error_and_keeps_what_it_has() -> None:
+def test_a_full_server_raises_an_error_and_keeps_stored_blocks() -> None:
     server = ValkeyServer("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     try:
         store = ValkeyStore(server.url, FINGERPRINT)
@@ -121,7 +121,7 @@ def test_killed_and_back_again(server: ValkeyServer, monkeypatch: pytest.MonkeyP
     transfer.close()
 
 
-def test_a_server_that_does_not_answer_is_refused_without_its_password() -> None:
+def test_the_error_for_an_unreachable_server_omits_the_password() -> None:
     server = ValkeyServer()
     server.kill()
     url = f"redis://user:secret@127.0.0.1:{server.port}/0"

@@ -307,7 +307,7 @@ def test_reasons_before_the_weights_are_read(config: dict[str, Any], settings: d
 
 
 @pytest.mark.parametrize("method", ["ngram", "mtp", "auto"])
-def test_speculation_that_goes_with_images(method: str) -> None:
+def test_images_work_with_ngram_mtp_and_auto_speculation(method: str) -> None:
     speculative = f'{{"method": "{method}", "num_speculative_tokens": 2}}'
     config = {"model_type": "qwen3_vl", "vision_config": {}}
     assert image_refusal(config, EngineArgs(model="m", speculative_config=speculative)) is None

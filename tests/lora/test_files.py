@@ -87,7 +87,7 @@ def test_a_configuration_that_is_not_supported(tmp_path: Path, config: dict[str,
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal"])
-def test_harmless_settings_are_taken(tmp_path: Path, init: bool | str) -> None:
+def test_adapter_settings_without_effect_on_inference_are_accepted(tmp_path: Path, init: bool | str) -> None:
     harmless = {"use_dora": False, "modules_to_save": None, "rank_pattern": {}, "lora_dropout": 0.1, "bias": "none"}
     harmless |= {"init_lora_weights": init, "alora_invocation_tokens": None}
     assert open_adapter(write_peft(tmp_path, made(), **harmless), TARGETS).rank == RANK
@@ -170,7 +170,7 @@ def test_folders_that_are_no_adapters(tmp_path: Path) -> None:
         open_adapter(tmp_path / ("x" * 5000), TARGETS)
 
 
-def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
+def test_an_adapter_file_truncated_during_reading_raises_an_error(tmp_path: Path) -> None:
     file = open_adapter(write_peft(tmp_path, made()), TARGETS)
     path = tmp_path / "adapter_model.safetensors"
     os.truncate(path, path.stat().st_size - 100)

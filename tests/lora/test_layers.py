@@ -54,7 +54,7 @@ def test_products(shape: tuple[int, ...], is_sorted: bool, everywhere: bool) -> 
         rows.added(layer, mx.zeros((6, 1, INPUTS)), mx.zeros((6, 1, OUTPUTS)))
 
 
-def test_weights_of_a_slot_leave_the_others_and_older_steps_alone() -> None:
+def test_setting_slot_weights_does_not_change_other_slots_or_earlier_steps() -> None:
     layer = AdaptedLayer((INPUTS, OUTPUTS), MAX_LORAS, MAX_RANK, mx.float32)
     ones = np.ones((INPUTS, 1), np.float32), np.ones((1, OUTPUTS), np.float32)
     put(layer, 1, ones)
@@ -132,7 +132,7 @@ _PROMPT_ONLY = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     "architecture",
     [name if name in _OFTEN else pytest.param(name, marks=pytest.mark.full) for name in sorted(SUPPORTED)],
 )
-def test_every_architecture_with_all_its_targets(architecture: str, tmp_path: Path) -> None:
+def test_an_adapter_of_all_targets_gives_the_logprobs_of_mlx_lm(architecture: str, tmp_path: Path) -> None:
     """An adapter of every possible layer, compared with mlx-lm's LoRA layers, in a step with rows of the base model."""
     paged = PagedModel(tiny_reference(architecture=architecture))
     targets = adapter_targets(paged)

@@ -243,7 +243,7 @@ def test_prefixes_are_shared_within_an_adapter_only(folders: dict[str, Path], go
         assert run_out(engine)["one"] == golden[name][0]
 
 
-def test_prefixes_of_other_weights_under_a_name_are_others(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_replaced_adapter_does_not_hit_prefixes_of_the_old_weights(folders: dict[str, Path], tmp_path: Path) -> None:
     engine = adapters.adapted_engine({"a": folders["adapter-0"]}, max_loras=3)
     add(engine, "one", TEXTS[0], "a")
     run_out(engine)
@@ -255,7 +255,7 @@ def test_prefixes_of_other_weights_under_a_name_are_others(folders: dict[str, Pa
     assert first_output(engine).num_cached_tokens > 0
 
 
-def test_without_an_adapter_hashes_are_what_they_were() -> None:
+def test_block_hashes_without_an_adapter_stay_compatible() -> None:
     """KV stores that were filled before adapters were supported remain valid."""
     assert root_hash("model", "salt") == sha256(sha256(b"model").digest() + sha256(b"salt").digest()).digest()
     assert len({root_hash("model", "salt", adapter) for adapter in ("", "a", "b")}) == 3
@@ -264,7 +264,7 @@ def test_without_an_adapter_hashes_are_what_they_were() -> None:
 # --- slots ---
 
 
-def test_an_unloaded_adapter_serves_its_requests_to_their_ends(folders: dict[str, Path], golden: Answers) -> None:
+def test_running_requests_of_an_unloaded_adapter_finish(folders: dict[str, Path], golden: Answers) -> None:
     engine = adapters.adapted_engine({"a": folders["adapter-1"]}, max_loras=1)
     add(engine, "one", TEXTS[0], "a")
     outputs = [output for _ in range(4) for output in engine.step()]
@@ -281,7 +281,7 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_ends(folders: dict[str
     assert run_out(engine)["one"] == golden["adapter-2"][1]
 
 
-def test_replacing_leaves_those_that_run_alone(folders: dict[str, Path], golden: Answers) -> None:
+def test_replacing_an_adapter_does_not_change_running_requests(folders: dict[str, Path], golden: Answers) -> None:
     engine = adapters.adapted_engine({"a": folders["adapter-1"]}, max_loras=2, ahead=True)
     add(engine, "old", TEXTS[0], "a")
     found: dict[str, list[int]] = {"old": [], "new": []}
@@ -297,7 +297,7 @@ def test_replacing_leaves_those_that_run_alone(folders: dict[str, Path], golden:
     assert found == {"old": golden["adapter-1"][0], "new": golden["adapter-2"][0]}
 
 
-def test_a_load_goes_in_between_steps_piece_by_piece(
+def test_an_adapter_load_is_split_into_pieces_between_steps(
     folders: dict[str, Path], golden: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load is split between steps, even for large layers, or if much of the slot's last adapter must be cleared."""
@@ -340,7 +340,7 @@ def test_a_load_that_fails_gives_its_slot_back(folders: dict[str, Path], tmp_pat
     adapters.load(engine, "a", folders["adapter-1"])
 
 
-def test_steps_without_adapters_take_the_layers_own_way(
+def test_steps_without_adapters_build_no_lora_products(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No gathered product is built for steps whose rows have no adapter, nor for layers without LoRA weights."""

@@ -137,7 +137,7 @@ def test_each_host_of_a_redirect_is_checked(url: str, monkeypatch: pytest.Monkey
         fetch(f"{url}/private", allowed)
 
 
-def test_a_resolver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_host_name_resolver_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names beyond the limit are refused at once, until a resolver's thread ends."""
     hangs, slots = threading.Event(), threading.BoundedSemaphore(2)
     monkeypatch.setattr(module, "_SECONDS", 0.05)

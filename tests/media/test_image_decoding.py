@@ -23,12 +23,12 @@ def opened(data: bytes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF"])
-def test_exact_formats_give_the_pixels(kind: str) -> None:
+def test_lossless_formats_decode_to_the_exact_pixels(kind: str) -> None:
     image = picture().quantize(32)
     assert np.array_equal(opened(encoded(image, kind)), np.asarray(image.convert("RGB")))
 
 
-def test_lossy_formats_give_pillows_pixels() -> None:
+def test_lossy_formats_decode_to_the_same_pixels_as_pillow() -> None:
     for kind in ("JPEG", "WEBP"):
         data = encoded(picture(), kind)
         assert np.array_equal(opened(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))

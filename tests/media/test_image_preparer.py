@@ -152,7 +152,7 @@ def test_any_error_of_an_image_processor_is_reported(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("limit", ["image", "request"])
-def test_a_process_that_takes_too_long_is_ended(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_process_over_the_cpu_limit_is_ended(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = png(8000, 8000, bits=8, channels=3)
     if limit == "image":
         monkeypatch.setattr(decoder_process, "IMAGE_CPU_SECONDS", 0.05)
@@ -218,7 +218,7 @@ def decode(decoder: ImageDecoder, *files: str) -> list[decoder_client.DecodedIma
     return decoder.decode([file.encode() for file in files], ["high"] * len(files), max_tokens=100)
 
 
-def test_the_end_of_a_process_is_an_error_of_its_image(forks: FakeForks) -> None:
+def test_the_error_for_a_dead_decoder_process_names_the_image(forks: FakeForks) -> None:
     for files in (("a 1", "crash 1"), ("a 16", "b 15")):  # the second request exceeds 30 s
         forks.goes_on.release(2)
         with pytest.raises(ImageError, match="limits on time and memory") as caught:
@@ -264,7 +264,7 @@ def test_new_requests_do_not_delay_a_large_request_forever(forks: FakeForks, mon
     assert forks.decoded[:6] == ["slow1", "small0", "slow2", "small1", "small2", "slow3"]
 
 
-def test_a_cancelled_request_leaves_its_place(forks: FakeForks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_request_leaves_the_decoding_queue(forks: FakeForks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_client, "_MAX_DECODING", 1)
     decoder, left = ImageDecoder(VISION), threading.Event()
 

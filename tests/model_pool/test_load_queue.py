@@ -86,13 +86,13 @@ def test_victims_are_one_set_that_makes_room(made: Made) -> None:
     assert made.victims(new, 81) is None, "a model that is being loaded is not a victim"
 
 
-def test_one_that_goes_already_is_waited_for_before_another_goes(made: Made) -> None:
+def test_a_model_that_is_already_closing_is_the_first_victim(made: Made) -> None:
     made.add("a", 50)
     made.add("b", 50).is_closing = True
     assert made.victims(made.add("n"), 50) == "b"
 
 
-def test_what_a_model_has_already_counts(made: Made) -> None:
+def test_memory_that_a_model_already_holds_counts_as_available(made: Made) -> None:
     one = made.add("a", 60)
     made.add("b", 30)
     assert (made.budget.free_for(one), made.budget.taken_bytes) == (70, 90)
@@ -102,7 +102,7 @@ def test_what_a_model_has_already_counts(made: Made) -> None:
     assert told.value.missing_bytes == 3
 
 
-def test_those_with_room_go_before_one_that_waits_until_its_room_is_made(made: Made) -> None:
+def test_loads_that_fit_start_first_until_a_victim_of_a_waiting_load_unloads(made: Made) -> None:
     used = made.add("u", 60, used=1)
     idle = made.add("i", 20)
     large, small, other, unknown = (made.add(name) for name in "lsox")
@@ -137,7 +137,7 @@ def test_those_with_room_go_before_one_that_waits_until_its_room_is_made(made: M
     assert list(made.queue) == [again, idle_goes]
 
 
-def test_models_closed_for_a_load_do_not_come_back_before_it(made: Made) -> None:
+def test_models_closed_for_a_load_are_not_reloaded_before_that_load(made: Made) -> None:
     first, second = made.add("a", 50, used=1), made.add("b", 50, used=1)
     waits = made.ask(made.add("l"), 100)
     assert made.close() == "ab"
@@ -150,7 +150,7 @@ def test_models_closed_for_a_load_do_not_come_back_before_it(made: Made) -> None
     assert made.queue.next() is waits
 
 
-def test_when_the_one_that_waits_is_given_up_the_others_go(made: Made) -> None:
+def test_other_loads_start_when_the_waiting_load_is_cancelled(made: Made) -> None:
     made.add("u", 80, used=1)
     waits, small = made.ask(made.add("l"), 90), made.ask(made.add("s"), 10)
     assert made.close() == "u"
@@ -160,14 +160,14 @@ def test_when_the_one_that_waits_is_given_up_the_others_go(made: Made) -> None:
     assert made.queue.first is None and made.queue.next() is small
 
 
-def test_one_that_was_tried_goes_back_to_its_place(made: Made) -> None:
+def test_a_load_that_is_queued_again_keeps_the_original_position(made: Made) -> None:
     loads = [made.ask(made.add(name)) for name in "abc"]
     made.queue.remove(loads[0])
     made.queue.add(loads[0])
     assert list(made.queue) == loads and made.queue.next() is loads[0] and loads[1] in made.queue
 
 
-def test_a_load_that_claims_more_than_was_known_waits_anew(made: Made) -> None:
+def test_a_load_that_claims_more_memory_than_known_waits_again(made: Made) -> None:
     """Loads that fit at once may start first again, until the additional victims are unloaded."""
     used, other = made.add("u", 50, used=1), made.add("v", 30, used=1)
     waits = made.ask(made.add("l"), 60)

@@ -14,7 +14,7 @@ from tests.support.registry import RegistryOfFakes, run_with_fakes, until, with_
 from tests.support.serving import DEADLINE
 
 
-def test_a_load_may_be_given_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_unloading_cancels_a_running_load_with_a_retryable_error(caplog: pytest.LogCaptureFixture) -> None:
     """Waiting requests get a retryable error at once. It does not count as a failure of the model."""
 
     async def test(made: RegistryOfFakes) -> None:
@@ -36,7 +36,7 @@ def test_a_load_may_be_given_up(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @with_fakes("ab", 100)
-async def test_a_load_that_waits_for_room_is_given_up_at_once(made: RegistryOfFakes) -> None:
+async def test_unloading_cancels_a_load_that_waits_for_memory_at_once(made: RegistryOfFakes) -> None:
     await made.registry.use(made["a"])
     waiting = asyncio.ensure_future(made.ask("b", [2]))
     await until(lambda: made["a"].is_closing, "a to be marked")
@@ -53,7 +53,7 @@ async def test_a_load_that_waits_for_room_is_given_up_at_once(made: RegistryOfFa
 
 
 @with_fakes("ab", 100)
-async def test_a_load_that_waits_for_its_model_to_go_is_given_up_at_once(made: RegistryOfFakes) -> None:
+async def test_a_load_that_waits_for_the_same_model_to_unload_is_cancelled_at_once(made: RegistryOfFakes) -> None:
     """The cancelled load waits for its own model to be unloaded, for another model or on request."""
     for name in ("", "b"):
         await made.registry.use(made["a"])
@@ -72,7 +72,7 @@ async def test_a_load_that_waits_for_its_model_to_go_is_given_up_at_once(made: R
 
 
 @with_fakes("abcd", 300)
-async def test_who_waits_for_a_model_that_stays_is_served_while_another_is_loaded(made: RegistryOfFakes) -> None:
+async def test_requests_for_a_model_that_stays_loaded_run_while_another_model_loads(made: RegistryOfFakes) -> None:
     for name in "ab":
         await made.registry.use(made[name])
     for name in "cd":
@@ -94,7 +94,7 @@ async def test_who_waits_for_a_model_that_stays_is_served_while_another_is_loade
 
 
 @with_fakes("abc", 100)
-async def test_what_clients_that_left_asked_for_is_not_loaded(made: RegistryOfFakes) -> None:
+async def test_a_load_is_cancelled_when_all_clients_disconnect(made: RegistryOfFakes) -> None:
     """A load without clients is cancelled while it waits or runs, and no model is unloaded for it."""
     await made.registry.use(made["a"])
     for name in "bc":
@@ -120,7 +120,7 @@ async def test_what_clients_that_left_asked_for_is_not_loaded(made: RegistryOfFa
 
 
 @with_fakes()
-async def test_one_who_asks_again_for_a_load_that_is_being_given_up_gets_it(made: RegistryOfFakes) -> None:
+async def test_a_new_request_for_a_model_with_a_load_being_cancelled_is_served(made: RegistryOfFakes) -> None:
     for has_noticed in (False, True):
         made.models["b"].gate.clear()
         made.models["b"].began.clear()
@@ -141,7 +141,7 @@ async def test_one_who_asks_again_for_a_load_that_is_being_given_up_gets_it(made
 
 
 @with_fakes("ulst", 200)
-async def test_small_ones_are_loaded_while_a_large_one_waits_for_room(made: RegistryOfFakes) -> None:
+async def test_small_models_load_while_a_large_model_waits_for_memory(made: RegistryOfFakes) -> None:
     made.models["l"].num_bytes = 150
     made.models["s"].num_bytes = made.models["t"].num_bytes = 50
     made.models["l"].gate.clear()  # l is blocked after it has got memory
@@ -166,7 +166,7 @@ async def test_small_ones_are_loaded_while_a_large_one_waits_for_room(made: Regi
 
 
 @with_fakes()
-async def test_nobody_goes_for_what_would_not_fit_all_the_same(made: RegistryOfFakes) -> None:
+async def test_no_model_is_unloaded_for_a_model_that_still_would_not_fit(made: RegistryOfFakes) -> None:
     for name in "ab":
         await made.ask(name, [1])
     made.models["c"].num_bytes = 201

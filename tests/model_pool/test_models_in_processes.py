@@ -153,7 +153,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_one_dies_and_others_go_on(folder: Path, own: dict[str, Any]) -> None:
+def test_a_dead_model_process_does_not_affect_other_models(folder: Path, own: dict[str, Any]) -> None:
     """Answers in flight survive. A third model ends the process of the least recently used model."""
 
     async def test() -> None:

@@ -15,7 +15,7 @@ from tests.support.registry import RegistryOfFakes, until, with_fakes
 
 
 @with_fakes()
-async def test_the_least_recently_used_goes(made: RegistryOfFakes) -> None:
+async def test_the_least_recently_used_model_is_unloaded(made: RegistryOfFakes) -> None:
     for name, loaded in [("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc"), ("c", "bc"), ("a", "ac")]:
         assert await made.ask(name, [1, 2, 3]) == made.answer(name, [1, 2, 3])
         assert made.loaded == loaded
@@ -60,7 +60,7 @@ async def test_hundreds_of_requests_over_three_models_with_room_for_two(made: Re
 
 
 @with_fakes()
-async def test_where_none_is_to_go_none_goes(made: RegistryOfFakes) -> None:
+async def test_a_load_without_eviction_unloads_no_model(made: RegistryOfFakes) -> None:
     for name in "ab":
         await made.registry.load(made[name], may_evict=False)
     with pytest.raises(InsufficientMemoryError):
@@ -81,7 +81,7 @@ async def test_idle_models_are_unloaded_after_a_while(made: RegistryOfFakes) -> 
 
 
 @with_fakes(keep_alive=0.05)
-async def test_one_whose_clients_have_all_left_when_it_was_loaded_is_unloaded_too(made: RegistryOfFakes) -> None:
+async def test_a_model_loaded_after_all_clients_left_expires_by_keep_alive(made: RegistryOfFakes) -> None:
     waiting = asyncio.ensure_future(made.ask("a", [1]))
     await until(lambda: made["a"].num_loads, "the load")
     waiting.cancel()
@@ -90,7 +90,7 @@ async def test_one_whose_clients_have_all_left_when_it_was_loaded_is_unloaded_to
 
 
 @with_fakes()
-async def test_an_unload_that_fails_holds_up_nobody(made: RegistryOfFakes) -> None:
+async def test_a_failed_unload_does_not_block_later_loads(made: RegistryOfFakes) -> None:
     def fail(loaded: LoadedEngine) -> None:
         raise ValueError("who counts requests has a mistake")
 
@@ -113,7 +113,7 @@ async def test_an_unload_that_fails_holds_up_nobody(made: RegistryOfFakes) -> No
 
 
 @with_fakes()
-async def test_nothing_is_kept_of_what_was_unloaded(made: RegistryOfFakes) -> None:
+async def test_an_unloaded_engine_is_garbage_collected(made: RegistryOfFakes) -> None:
     loaded = await made.registry.use(made["a"])
     engine, core = weakref.ref(loaded.engine), weakref.ref(loaded.engine._started.core)  # type: ignore[type-var]
     del loaded

@@ -113,7 +113,7 @@ def test_packed_equals_mlx_lm(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", OWN_CACHES)
-def test_one_after_another_equals_mlx_lm(model_type: str) -> None:
+def test_architectures_over_mlx_lm_caches_give_the_logits_of_mlx_lm(model_type: str) -> None:
     """Compare with mlx-lm in the same chunks. With other chunks, mlx-lm rounds some cached values differently."""
     model = random_model(configuration(model_type))
     paged = open_paged_model(model)
@@ -161,7 +161,7 @@ def test_a_request_may_sample_at_several_rows(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", UNSUPPORTED)
-def test_what_cannot_run_is_refused_with_the_reason(model_type: str) -> None:
+def test_unsupported_architectures_are_refused_with_the_reason(model_type: str) -> None:
     reason = UNSUPPORTED[model_type][1]
     with pytest.raises(UnsupportedModelError) as refusal:
         open_model(configuration(model_type))
@@ -240,7 +240,7 @@ def test_half_precision_passes_the_check_at_load(model_type: str, dtype: mx.Dtyp
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "phixtral", "qwen3_next", "granitemoehybrid"])
-def test_what_the_device_cannot_do_is_refused_with_the_flag_to_change(model_type: str) -> None:
+def test_bfloat16_experts_on_a_cpu_are_refused_with_the_flag_to_change(model_type: str) -> None:
     """MLX cannot multiply experts in half precision on a CPU."""
     if mx.metal.is_available():
         pytest.skip("there it has")
@@ -249,7 +249,7 @@ def test_what_the_device_cannot_do_is_refused_with_the_flag_to_change(model_type
     assert str(refusal.value) == "its experts are in bfloat16, and MLX on a CPU needs --dtype float32 for them"
 
 
-def test_what_fails_while_a_model_is_opened_is_a_refusal_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_opening_a_model_becomes_an_unsupported_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of recurrent layers are computed at that time."""
 
     def fail(*arrays: mx.array) -> None:
@@ -317,7 +317,7 @@ def test_layers_with_several_sizes_of_chunks_are_refused() -> None:
         check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 
 
-def test_the_table_covers_what_differs() -> None:
+def test_the_compared_architectures_include_windows_sinks_and_latents() -> None:
     """The comparison is only meaningful if windows are crossed, and if some layers have sinks and latents."""
     opened = {t: PagedModel(random_model(configuration(t))) for t in ("gpt_oss", "gemma3_text", "deepseek_v3")}
     assert opened["gpt_oss"].windows == opened["gemma3_text"].windows == {6}

@@ -23,7 +23,7 @@ def test_swiglu(shape: tuple[int, ...]) -> None:
     assert out.shape == shape
 
 
-def test_swiglu_where_it_is_large_or_nothing() -> None:
+def test_swiglu_is_finite_and_accurate_for_extreme_gates() -> None:
     gate = mx.array([88.0, 1e4, 3e38, -88.0, -1e4, -3e38, 0.0])
     out = np.array(cpu_ops.swiglu(gate, mx.ones_like(gate)))
     assert np.isfinite(out).all()
@@ -44,7 +44,7 @@ def test_other_dtypes_are_mlx_lms_own(dtype: mx.Dtype) -> None:
     assert ours.dtype == dtype and mx.array_equal(ours, theirs)
 
 
-def test_a_second_installation_does_not_replace_what_the_replacement_calls() -> None:
+def test_a_second_installation_of_cpu_ops_keeps_the_original_swiglu() -> None:
     model = nn.Sequential(nn.RoPE(64))
     cpu_ops.use_faster_layers(model)  # replaces the classes of its layers
     mlx_lm_patch._replace_functions(model, cpu_ops.REPLACEMENTS)

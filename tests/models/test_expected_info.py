@@ -74,7 +74,7 @@ def test_a_section_of_the_text_model_may_be_null() -> None:
         ("--enable-lora", {"enable_lora": True}),
     ],
 )
-def test_models_over_mlx_lms_caches_refuse_what_needs_packed_steps(flag: str, setting: dict[str, Any]) -> None:
+def test_models_over_mlx_lm_caches_refuse_settings_that_need_packed_steps(flag: str, setting: dict[str, Any]) -> None:
     """Refuse by the configuration alone, before weights are read."""
     info = expected_model_info("x", facts("deepseek_v41"))
     device = DeviceInfo(kind="cpu", name="x", compute="x", memory_bytes=1 << 34)
@@ -85,7 +85,7 @@ def test_models_over_mlx_lms_caches_refuse_what_needs_packed_steps(flag: str, se
     assert error.value.flag == flag
 
 
-def test_ranks_are_refused_before_such_a_model_is_divided() -> None:
+def test_ranks_are_refused_for_models_over_mlx_lm_caches_before_sharding() -> None:
     device = DeviceInfo(kind="cpu", name="x", compute="x", memory_bytes=1 << 34)
     args = EngineArgs(model="x", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="over mlx-lm's own caches") as error:
@@ -93,7 +93,7 @@ def test_ranks_are_refused_before_such_a_model_is_divided() -> None:
     assert error.value.flag == "--tensor-parallel-size"
 
 
-def test_memory_of_mlx_lms_caches_is_within_what_is_counted() -> None:
+def test_memory_of_mlx_lm_caches_stays_within_the_estimate() -> None:
     """Count what a chunk of 600 tokens and a decode hold: a window must not keep all tokens of the chunk."""
     paged = open_paged_model(random_model(configuration("deepseek_v41")))
     info = expected_model_info("x", facts("deepseek_v41"))
@@ -116,7 +116,7 @@ def test_memory_of_mlx_lms_caches_is_within_what_is_counted() -> None:
         assert held > tokens * pool.bytes_per_token / 2
 
 
-def test_what_cannot_be_made_is_left_to_loading() -> None:
+def test_expected_info_is_none_for_a_model_that_cannot_be_built() -> None:
     for config in ({"model_type": "llama"}, {"model_type": "x", "model_file": "x.py"}):
         assert expected_model_info("x", CheckpointRequirements(config, 1, 1, "float32")) is None
 

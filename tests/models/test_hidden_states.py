@@ -81,7 +81,7 @@ SOME = [
 
 
 @pytest.mark.parametrize("model_type", sweep(zip(SUPPORTED), zip(SOME)))
-def test_hidden_states_are_those_before_the_head(model_type: str) -> None:
+def test_hidden_states_equal_the_lm_head_input_of_mlx_lm(model_type: str) -> None:
     model = random_model(configuration(model_type))
     rng = np.random.default_rng(3)
     tokens = [rng.integers(0, VOCAB_SIZE, n) for n in LENGTHS]

@@ -37,7 +37,7 @@ def test_module_by_module(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", RECURRENT)
-def test_which_way(model_type: str) -> None:
+def test_convolutions_run_by_function_except_in_models_run_by_module(model_type: str) -> None:
     paged = PagedModel(random_model(configuration(model_type)))
     caches = [cache for cache in paged.layer_caches if isinstance(cache, StateCache)]
     if model_type in BY_MODULE:
@@ -89,7 +89,7 @@ def test_half_precision_passes_the_check_at_load(model_type: str, dtype: mx.Dtyp
     check_paged_model(PagedModel(random_model(configuration(model_type), 1, dtype)), PortableBackend(), VOCAB_SIZE)
 
 
-def test_the_check_notices_states_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_check_detects_states_swapped_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = PagedModel(random_model(configuration("qwen3_5")))
     take = RecurrentState.take
 
@@ -135,7 +135,7 @@ def test_states_are_found_in_any_order_and_after_any_pause() -> None:
     assert states_of(state, (2, 3, 1), (2, 3, 1)) == [20, 33, 10]
 
 
-def test_a_state_that_is_left_behind_stays() -> None:
+def test_a_state_checkpoint_is_not_changed_by_later_steps() -> None:
     """A state checkpoint: its request continues in another slot, and other requests start from it."""
     state = pool()
     states_of(state, (0,), (1,))

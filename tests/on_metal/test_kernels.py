@@ -22,5 +22,5 @@ def test_kernels_on_a_mac(case: Case) -> None:
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=c.name, marks=[] if c.name in SIMULATED else [pytest.mark.full]) for c in SMALL_CASES]
 )
-def test_the_same_cases_in_the_simulator(case: Case) -> None:
+def test_kernel_cases_are_accurate_in_the_simulator(case: Case) -> None:
     assert case.error(metal_kernel) <= case.allowed

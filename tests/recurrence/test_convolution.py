@@ -12,7 +12,7 @@ from metal_engine.recurrence.convolution import convolve_by_shifts, may_shift
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("size", "length", "batch"), [(2, 1, 5), (3, 40, 1), (4, 1, 1), (4, 7, 3)])
-def test_it_is_what_mlx_computes(size: int, length: int, batch: int, bias: bool) -> None:
+def test_convolution_by_shifts_equals_the_convolution_of_mlx(size: int, length: int, batch: int, bias: bool) -> None:
     mx.random.seed(size * length)
     conv = nn.Conv1d(6, 6, size, groups=6, bias=bias)
     x = mx.random.normal((batch, length + size - 1, 6))
@@ -21,7 +21,7 @@ def test_it_is_what_mlx_computes(size: int, length: int, batch: int, bias: bool)
     np.testing.assert_allclose(np.array(found), np.array(conv(x)), rtol=1e-5, atol=1e-6)
 
 
-def test_where_it_may_take_the_place() -> None:
+def test_shifts_replace_only_plain_depthwise_float32_convolutions_on_a_cpu() -> None:
     on_cpu = not mx.metal.is_available()
     assert may_shift(nn.Conv1d(4, 4, 3, groups=4)) == on_cpu
     for other in (

@@ -100,7 +100,7 @@ def test_against_the_recurrence_at_any_size(case: Case, seed: int) -> None:
 
 @both_gates
 @pytest.mark.parametrize("smallest", [0.0, 1e-45, 1e-43, 1e-30, 1e-3], ids=str)
-def test_gates_that_leave_nothing(smallest: float, each_key: bool) -> None:
+def test_gated_delta_is_accurate_with_zero_and_tiny_gates(smallest: float, each_key: bool) -> None:
     """Gates of 0 next to gates of 1: differences of their logarithms are not defined."""
     arrays = Case(150, each_key=each_key).arrays()
     rng = np.random.default_rng(1)
@@ -116,7 +116,7 @@ def test_gates_that_leave_nothing(smallest: float, each_key: bool) -> None:
 
 @both_gates
 @pytest.mark.parametrize("step", [1.0, 1.9, 2.0])
-def test_the_same_key_again_and_again(step: float, each_key: bool) -> None:
+def test_gated_delta_is_accurate_for_a_repeated_key(step: float, each_key: bool) -> None:
     """The hardest system: powers of its matrix reach 1e13, while its inverse has no element above 2.
 
     With a step size of 2, neither values nor rounding errors decay. mlx-lm's own error is 2e-6 here.
@@ -130,7 +130,7 @@ def test_the_same_key_again_and_again(step: float, each_key: bool) -> None:
 
 @both_gates
 @pytest.mark.parametrize("first", [1, 9, CHUNK, 100])
-def test_two_calls_give_what_one_gives(first: int, each_key: bool) -> None:
+def test_two_calls_with_a_carried_state_equal_one_call(first: int, each_key: bool) -> None:
     check_two_calls(chunked_gated_delta, Case(150, v_heads=4, each_key=each_key).arrays(), first)
 
 
@@ -172,7 +172,7 @@ OPTIONS = ({}, {"allow_neg_eigval": True}, {"lower_bound": -5.0}, {"use_kernel":
 
 @both_gates
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_layers_get_what_mlx_lm_computes(options: dict[str, object], each_key: bool) -> None:
+def test_gated_delta_update_equals_mlx_lm(options: dict[str, object], each_key: bool) -> None:
     arguments = layer_arguments(Case(100, v_heads=4, each_key=each_key))
     ours = gated_delta_update(**arguments, **options)
     theirs = mlx_lm_gated_delta.gated_delta_update(**arguments, **options)
@@ -195,7 +195,7 @@ def test_half_precision_is_computed_in_float32(dtype: mx.Dtype, each_key: bool) 
     assert (y != their_y).mean() < 0.02
 
 
-def test_what_is_not_in_chunks_is_mlx_lms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_masked_and_gpu_inputs_use_the_mlx_lm_gated_delta_update(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("in chunks")
 

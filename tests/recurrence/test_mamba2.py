@@ -46,7 +46,7 @@ def test_against_the_recurrence(length: int, heads: int, groups: int, batch: int
 
 
 @pytest.mark.parametrize("smallest", [0.0, 1e-45, 1e-30, 1e-3], ids=str)
-def test_gates_that_leave_nothing(smallest: float) -> None:
+def test_ssm_is_accurate_with_zero_and_tiny_gates(smallest: float) -> None:
     arrays = make(150)
     rng = np.random.default_rng(1)
     shape = arrays["gates"].shape
@@ -57,7 +57,7 @@ def test_gates_that_leave_nothing(smallest: float) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 9, CHUNK, 100])
-def test_two_calls_give_what_one_gives(first: int) -> None:
+def test_two_calls_with_a_carried_state_equal_one_call(first: int) -> None:
     check_two_calls(chunked_ssm, make(150, groups=2), first)
 
 
@@ -74,7 +74,7 @@ def layer_arguments(length: int, batch: int = 1, with_state: bool = True, dtype:
 
 @pytest.mark.parametrize("limit", [(0.001, 100.0), (0.0, float("inf")), (0.01, 0.2)], ids=str)
 @pytest.mark.parametrize("with_state", [False, True])
-def test_layers_get_what_mlx_lm_computes(limit: tuple[float, float], with_state: bool) -> None:
+def test_ssm_update_equals_mlx_lm(limit: tuple[float, float], with_state: bool) -> None:
     arguments = layer_arguments(300, with_state=with_state)
     ours, theirs = ssm_update(*arguments, limit), mlx_lm_ssm.ssm_update(*arguments, limit)
     for our, their in zip(ours, theirs, strict=True):
@@ -95,7 +95,7 @@ def test_half_precision(dtype: mx.Dtype) -> None:
     assert error < (1e-3 if dtype == mx.float16 else 8e-3) and error <= 1.05 * their_error
 
 
-def test_what_is_not_in_chunks_is_mlx_lms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_masked_and_gpu_inputs_use_the_mlx_lm_ssm_update(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("in chunks")
 

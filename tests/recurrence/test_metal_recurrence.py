@@ -125,7 +125,7 @@ def bits(array: mx.array) -> np.ndarray:
 
 
 @every_kernel
-def test_alone_equals_in_company(make):
+def test_output_and_state_bits_do_not_depend_on_the_batch(make):
     """A segment has bitwise the same result in every batch."""
     step = make(LENGTHS, READS)
     out, new_states = step.run(recurrence())
@@ -227,7 +227,7 @@ def test_small_steps_run_the_same_kernel_as_large_ones(make, num_segments):
     assert all(table.size >= 8 for table in call["inputs"][-2:])
 
 
-def test_layers_share_what_was_made_of_segments():
+def test_layers_share_the_segment_tables_of_a_step():
     calls: list[dict[str, Any]] = []
     own = MetalRecurrence(recording_factory(calls))
     segments = SegmentLayout.of((2, 1), (-1, 0))
@@ -237,7 +237,7 @@ def test_layers_share_what_was_made_of_segments():
         assert all(call["inputs"][table] is calls[0]["inputs"][table] for call in calls)
 
 
-def test_what_kernels_do():
+def test_kernels_support_only_the_expected_shapes_and_dtypes():
     does = recurrence().supports_gated_delta
 
     def rule(**changed):

@@ -186,7 +186,7 @@ def test_an_empty_plan_makes_a_batch_that_is_refused() -> None:
         batch.validate(8)
 
 
-def test_tokens_of_a_dropped_request_are_not_written_to_its_successor() -> None:
+def test_tokens_of_a_dropped_request_never_enter_a_reused_table_row() -> None:
     table = RequestTable(1, 32, 4)
     pack(table, SchedulerOutput(0, {"a": 2}, [new_request("a", 2, [0])], sampled_req_ids=["a"]))
     new = NewRequestData("b", [7, 8, 9], 3, 0, [1], SamplingParams())
@@ -201,7 +201,7 @@ def decode(step_id: int, request_id: str) -> SchedulerOutput:
     return SchedulerOutput(step_id, {request_id: 1}, sampled_req_ids=[request_id])
 
 
-def test_a_token_that_nobody_knows_is_an_error() -> None:
+def test_packing_a_token_neither_known_nor_pending_raises_value_error() -> None:
     """Table rows are reused, so the position of the unknown token may hold a token of an earlier request."""
     table = RequestTable(1, 32, 4)
     pack(table, SchedulerOutput(0, {"old": 8}, [new_request("old", 8, [0, 1])]))
@@ -224,7 +224,7 @@ def test_a_token_that_nobody_knows_is_an_error() -> None:
             pack(table, SchedulerOutput(2, {"a": share}, sampled_req_ids=["a"]))
 
 
-def test_a_sample_is_taken_from_the_step_before_only() -> None:
+def test_pending_samples_come_only_from_the_immediately_preceding_step() -> None:
     table = RequestTable(2, 32, 4)
     new = [new_request("a", 2, [2]), new_request("b", 8, [4, 5])]
     pack(table, SchedulerOutput(0, {"a": 2, "b": 2}, new, sampled_req_ids=["a"]))
@@ -282,7 +282,7 @@ def test_validate_looks_at_the_rows_too() -> None:
 
 
 @pytest.mark.parametrize("name", TOKENS)
-def test_validate_rejects_another_dtype_another_rank_and_a_missing_element(name: str) -> None:
+def test_validate_rejects_a_wrong_dtype_wrong_ndim_or_missing_element(name: str) -> None:
     values = TOKENS[name]
     for bad, message in (
         (changed(name, values, np.int64), f"{name} is int64"),

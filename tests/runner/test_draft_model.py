@@ -79,7 +79,7 @@ def share_accepted(engine: SteppedEngine) -> float:
         ),
     ],
 )
-def test_outputs_are_those_without(draft: str, num_drafts: int, config: dict[str, Any]) -> None:
+def test_outputs_equal_outputs_without_a_draft_model(draft: str, num_drafts: int, config: dict[str, Any]) -> None:
     models = {
         "own": tiny_reference,
         "random": lambda: tiny_model(7, vocab_size=VOCAB_SIZE),
@@ -127,7 +127,7 @@ def test_all_drafts_of_the_model_itself_are_accepted(num_drafts: int, config: di
 
 
 @pytest.mark.parametrize("width", [VOCAB_SIZE + 64, VOCAB_SIZE - 100])
-def test_logits_of_another_width(width: int) -> None:
+def test_drafts_stay_right_if_draft_model_logits_have_another_width(width: int) -> None:
     """Noise is drawn for the target's vocabulary, so the same tokens win. Tokens that one model lacks are padding."""
     model = tiny_reference()
     table = model.model.embed_tokens
@@ -144,7 +144,7 @@ def test_logits_of_another_width(width: int) -> None:
     assert share_accepted(engine) == 1.0
 
 
-def test_cached_prefixes_are_its_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_reuses_draft_kv_of_cached_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = byte_ids("a long text that is sent once more " * 4)
     engine = drafting_engine(tiny_reference(), max_num_batched_tokens=512)
     done = watch(engine, monkeypatch)
@@ -158,7 +158,7 @@ def test_cached_prefixes_are_its_own_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("budget", [64, 15])  # 15: a chunk of one request ends before the last token of a block
-def test_what_comes_from_a_store_is_computed_by_it(
+def test_draft_model_computes_kv_of_prefixes_loaded_from_a_store(
     budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store has KV of the target model only. Earlier contents of the blocks do not count."""
@@ -177,7 +177,7 @@ def test_what_comes_from_a_store_is_computed_by_it(
     assert share_accepted(engine.core) == 1.0
 
 
-def test_it_catches_up_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_computes_missing_kv_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request has had no drafts for many steps."""
     engine = drafting_engine(tiny_reference(), max_num_batched_tokens=24)
     done = watch(engine, monkeypatch)
@@ -194,7 +194,7 @@ def test_it_catches_up_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(drafting.num_tokens == 0 for drafting in done[6:])
 
 
-def test_kv_of_rejected_drafts_is_not_taken_for_that_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_recomputes_kv_at_the_positions_of_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rejection and steps without drafts, it first computes the tokens in place of the rejected drafts."""
     engine = drafting_engine(tiny_reference())
     engine.add_request("a", engine.prepare(byte_ids("what follows"), params(seed=3, max_tokens=120)))
@@ -238,7 +238,7 @@ def test_the_count_of_rows_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.metrics.num_rows["draft"] == engine.metrics.num_draft_tokens > 10
 
 
-def test_drafts_end_where_its_context_does() -> None:
+def test_drafts_stop_at_the_draft_model_context_length() -> None:
     requests = [(byte_ids("abcdefgh"), params(seed=2, max_tokens=60))]
     engine = drafting_engine(tiny_reference(), max_draft_len=40)
     check_same(run_all(engine, requests), run_all(tiny_engine(), requests))
@@ -247,7 +247,7 @@ def test_drafts_end_where_its_context_does() -> None:
     assert 40 - num_prompt - 10 < engine.metrics.num_draft_tokens <= 40 - num_prompt
 
 
-def test_a_prediction_comes_first() -> None:
+def test_predicted_output_takes_precedence_over_the_draft_model() -> None:
     """With OpenAI's predicted output, drafts are tokens of that text while the answer follows it."""
     prompt, one = byte_ids("what follows is known"), params(seed=4, max_tokens=40)
     expected = run_all(tiny_engine(), [(prompt, one)])
@@ -260,7 +260,7 @@ def test_a_prediction_comes_first() -> None:
 
 
 @pytest.mark.parametrize("where", ["DraftModel._sample", "synchronize"])
-def test_a_step_whose_drafting_fails(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_unchanged_after_a_drafting_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests give the same outputs as without a draft model."""
     expected = run_all(tiny_engine(), PLAIN[:4])
     engine = drafting_engine(tiny_reference())
@@ -302,7 +302,7 @@ GUESSED: Requests = [
         pytest.param({"block_size": 1, "num_blocks": 2000}, marks=pytest.mark.full),
     ],
 )
-def test_recurrent_models_give_the_same(config: dict[str, Any]) -> None:
+def test_recurrent_model_outputs_equal_outputs_without_a_draft_model(config: dict[str, Any]) -> None:
     """After a rejection, accepted tokens are recomputed, and further drafts follow them."""
     requests = [*EVERYTHING[::2], *GUESSED]
     hybrid: dict[str, Any] = {"architecture": "qwen3_5", "num_state_slots": 160}

@@ -77,7 +77,7 @@ def reference() -> Reference:
     return Reference()
 
 
-def test_a_head_computes_what_mlx_vlm_computes(reference: Reference) -> None:
+def test_draft_head_output_equals_mlx_vlm_output(reference: Reference) -> None:
     args = reference.text.args
     names = {field.name for field in fields(TextConfig)}
     text_config = TextConfig(**{name: value for name, value in vars(args).items() if name in names})
@@ -102,7 +102,7 @@ def test_a_head_computes_what_mlx_vlm_computes(reference: Reference) -> None:
     ],
     ids=["packed", "chunked", "preempted", "ahead", "cached", "replayed", "replayed ahead"],
 )
-def test_drafts_are_those_of_the_reference(
+def test_draft_head_drafts_match_an_uncached_float64_reference(
     reference: Reference, requests: Requests, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = head_engine(**HYBRID, **config)
@@ -115,7 +115,7 @@ def test_drafts_are_those_of_the_reference(
     assert (replay is not None and replay.num_traces > 2 and replay.refusal is None) == ("replay" in config)
 
 
-def test_a_head_may_have_an_embedding_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_head_with_a_separate_embedding_table_matches_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = Reference()
     table = mx.array(reference.embeddings[::-1].astype(np.float32))
     reference.embeddings = np.array(table).astype(np.float64)
@@ -170,7 +170,7 @@ def without() -> list[list[RequestOutput]]:
         pytest.param({"block_size": 1, "num_blocks": 2000}, marks=pytest.mark.full),
     ],
 )
-def test_outputs_are_those_without(without: list[list[RequestOutput]], config: dict[str, Any]) -> None:
+def test_outputs_equal_outputs_without_a_draft_head(without: list[list[RequestOutput]], config: dict[str, Any]) -> None:
     engine = head_engine(**config)
     check_same(run_all(engine, EVERYTHING), without)
     assert engine.stats.num_used_blocks == 0 and engine.metrics.num_draft_tokens > 100
@@ -191,7 +191,9 @@ def test_outputs_are_those_without(without: list[list[RequestOutput]], config: d
         pytest.param("ernie4_5_moe", {}, marks=pytest.mark.full),
     ],
 )
-def test_outputs_of_architectures_are_those_without(architecture: str, config: dict[str, Any]) -> None:
+def test_outputs_of_each_architecture_equal_outputs_without_a_draft_head(
+    architecture: str, config: dict[str, Any]
+) -> None:
     # In the first third, scores at the edge of a selection differ by only 1e-6, so that batching decides.
     requests = EVERYTHING[2::3]
     expected = run_all(tiny_engine(architecture=architecture, **config), requests)

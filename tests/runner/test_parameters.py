@@ -293,7 +293,7 @@ def test_vocabulary_is_checked() -> None:
         assert caught.value.name == name
 
 
-def test_bad_words_that_the_model_cannot_give() -> None:
+def test_bad_words_ending_in_a_token_beyond_the_logits_are_ignored() -> None:
     """A tokenizer may have more tokens than the model has logits."""
     rules = TokenRulesMaker(tiny_engine().tokenizer, vocab_size=98)
     made = rules.rules_for(SamplingParams(bad_words=["b", "ac", "ca", "aa"]))

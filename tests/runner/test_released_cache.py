@@ -21,7 +21,7 @@ def answer(engine: SteppedEngine) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize(("mode", "model"), diagonal(MODES, MODELS))
-def test_outputs_are_the_same(model: str, mode: str) -> None:
+def test_outputs_are_unchanged_after_the_kv_cache_is_released(model: str, mode: str) -> None:
     engine = tiny_engine(**{**MODELS[model], **MODES[mode]})
     runner = engine.runner
     assert isinstance(runner, ModelRunner)

@@ -59,7 +59,7 @@ def checked(
         *((name, mx.bfloat16) for name in ("llama", "gemma3_text")),  # MLX's CPU has experts in float32 only
     ],
 )
-def test_what_is_right_is_replayed(architecture: str, dtype: mx.Dtype, kv_cache_dtype: str) -> None:
+def test_startup_check_keeps_correct_replay_enabled(architecture: str, dtype: mx.Dtype, kv_cache_dtype: str) -> None:
     replay, model = checked(architecture, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     assert replay.refusal is None and replay.num_traces > 0
     lengths = {array.shape[0] for state in model.pool.states for array in state.arrays.values()}
@@ -75,7 +75,7 @@ def test_in_a_small_cache(num_blocks: int, block_size: int) -> None:
     assert replay.refusal is None and (replay.num_traces > 0) == (num_blocks * block_size > 1)
 
 
-def test_a_check_that_takes_too_long_disables_replay_with_one_line(
+def test_startup_check_timeout_disables_replay_and_logs_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(replay_check_module, "CheckDeadline", lambda: CheckDeadline(-1.0))
@@ -167,7 +167,7 @@ TYPES = [(mx.float32, "auto"), (mx.float32, "int8"), (mx.float16, "auto"), (mx.b
         [(one_row_off, mx.float32, "auto"), *((make, *types) for make, types in zip(WRONG, TYPES, strict=True))],
     ),
 )
-def test_what_is_wrong_is_refused(
+def test_startup_check_disables_replay_with_wrong_logits(
     make: Callable[..., Any],
     dtype: mx.Dtype,
     kv_cache_dtype: str,
@@ -220,7 +220,7 @@ def test_a_step_that_fails_is_the_last(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 
 @pytest.mark.parametrize("is_right", [pytest.param(True, marks=pytest.mark.full), False])
-def test_an_engine_is_checked_before_its_first_request(
+def test_build_engine_runs_the_replay_check_before_the_first_request(
     is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_right:

@@ -239,7 +239,7 @@ def test_minus_infinity_is_never_drawn(params: SamplingParams) -> None:
     assert set(draw(logits, params, 500).tolist()) == {7}
 
 
-def test_the_only_token_left_is_drawn_whatever_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_candidate_token_is_sampled_even_with_infinite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """A uniform number of exactly 0 gives Gumbel noise of -inf, which must not exclude the token."""
     monkeypatch.setattr(mx.random, "gumbel", lambda shape, key: mx.full(shape, -np.inf) + 0 * key[0])
     logits = np.array([0.0, 1.0, 9.0, 2.0], np.float32)
@@ -249,7 +249,7 @@ def test_the_only_token_left_is_drawn_whatever_the_noise(monkeypatch: pytest.Mon
 # --- extremes -----------------------------------------------------------------------------------------------
 
 
-def test_a_very_low_temperature_draws_by_differences_of_its_size() -> None:
+def test_sampling_at_a_very_low_temperature_resolves_tiny_logit_differences() -> None:
     logits = np.array([0.0, -1e-5, -2e-5, -1.0], np.float32)
     params = SamplingParams(seed=0, temperature=1e-5)
     assert_distributed(draw(logits, params, 20_000), reference_probs(logits, params)[0])

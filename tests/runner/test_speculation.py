@@ -117,7 +117,7 @@ def check_same(ours: list[list[RequestOutput]], theirs: list[list[RequestOutput]
         pytest.param(12, 0.95, {"block_size": 16}, marks=pytest.mark.full),
     ],
 )
-def test_outputs_are_those_without(num_drafts: int, rightness: float, config: dict[str, Any]) -> None:
+def test_outputs_equal_outputs_without_drafts(num_drafts: int, rightness: float, config: dict[str, Any]) -> None:
     engine = speculating(num_drafts, **config)
     # Requests with grammars share prompts, and known drafts depend on the prompt only, so a wrong draft may be right
     # for another request.
@@ -146,7 +146,7 @@ def test_right_drafts_are_all_accepted() -> None:
         assert engine.num_steps == 1 + math.ceil((len(token_ids(outputs)) - 1) / 5)
 
 
-def test_outputs_that_sit_out_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_unchanged_if_grammar_masks_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks are late in some steps."""
     expected, fill_mask, calls = without(), GrammarMatcher.fill_mask, iter(range(1 << 30))
 
@@ -160,7 +160,7 @@ def test_outputs_that_sit_out_steps_are_the_same(monkeypatch: pytest.MonkeyPatch
     assert engine.metrics.num_late_masks > 20
 
 
-def test_drafts_whose_masks_are_not_known_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_without_grammar_masks_are_counted_and_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """No draft without a mask is accepted, and outputs are the same."""
     requests, outputs = EVERYTHING[GRAMMAR_REQUESTS], without()[GRAMMAR_REQUESTS]
     fill_mask = GrammarMatcher.fill_mask
@@ -178,7 +178,7 @@ def test_drafts_whose_masks_are_not_known_are_counted(monkeypatch: pytest.Monkey
     assert not any(engine.metrics.num_accepted_tokens)
 
 
-def test_ngrams_find_what_repeats() -> None:
+def test_ngram_drafts_of_repetitive_output_are_accepted() -> None:
     """A greedy model with few tokens soon repeats itself."""
     requests = [(byte_ids("in the end"), params(temperature=0, max_tokens=80, allowed_token_ids=(97, 98, 99)))]
     engine = speculating(4)

@@ -75,7 +75,7 @@ def test_real_steps_take_no_more(has_head: bool) -> None:
     assert 0.2 * measured < taken < measured + longer, (taken, measured)
 
 
-def test_it_grows_with_the_step() -> None:
+def test_measured_step_memory_grows_with_the_step_size() -> None:
     paged = PagedModel(tiny_model(vocab_size=4096))
     sizes = [(16, 1), (256, 1), (256, 32), (1024, 64)]
     taken = [measure_step_bytes(paged, PortableBackend(), 16, None, *size) for size in sizes]
@@ -86,7 +86,7 @@ def test_it_grows_with_the_step() -> None:
     ("max_positions", "num_tokens", "num_seqs", "lengths"),
     [(None, 20, 4, [17, 1, 1, 1]), (8, 20, 4, [8, 8, 3, 1]), (8, 8, 8, [1] * 8), (3, 100, 2, [3, 3])],
 )
-def test_no_request_is_longer_than_it_may_be(
+def test_requests_of_the_measurement_stay_within_max_positions(
     max_positions: int | None, num_tokens: int, num_seqs: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -170,7 +170,9 @@ def test_all_ranks_run_as_many_steps(mine: int, theirs: int, num_runs: int, monk
     ("error", "reason"),
     [(RuntimeError("[malloc] Unable to allocate 5 bytes.\nmore"), "[malloc] Unable"), (MemoryError(), "MemoryError")],
 )
-def test_what_does_not_fit_names_the_flag(error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_the_measurement_names_the_flag_to_lower(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     vision = tiny_vision("qwen3_vl")
 
     def fail(*_: object, **__: object) -> mx.array:
@@ -185,7 +187,7 @@ def test_what_does_not_fit_names_the_flag(error: Exception, reason: str, monkeyp
     assert not vision.paged.pool.is_allocated
 
 
-def test_an_engine_knows_what_it_takes(tmp_path: Path) -> None:
+def test_engine_config_includes_step_memory_in_peak_bytes(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "m")
     engine = build_engine(EngineArgs(model=str(model), kv_cache_memory_bytes=1 << 26, max_num_batched_tokens=2048))
     config = engine.core.config

@@ -32,7 +32,7 @@ def elements(*shape: int) -> mx.array:
 
 
 @given(st.data())
-def test_the_same_elements(data: st.DataObject) -> None:
+def test_fused_views_keep_the_shape_and_elements(data: st.DataObject) -> None:
     """Holds for any sequence of views, including views that move elements."""
     array = elements(*data.draw(st.permutations([1, 1, 2, 3, 4])))
     expected, earlier = np.array(array), []
@@ -67,7 +67,7 @@ def test_the_same_elements(data: st.DataObject) -> None:
     np.testing.assert_array_equal(np.array(array), expected)
 
 
-def test_what_a_layer_does_is_one_view(tmp_path: Path) -> None:
+def test_view_chains_of_a_layer_fuse_into_one_operation(tmp_path: Path) -> None:
     """Checked for the rows from a linear layer, and for the output of attention."""
     rows, attended = elements(5, 1, 12), elements(5, 3, 4)
 
@@ -85,7 +85,7 @@ def test_what_a_layer_does_is_one_view(tmp_path: Path) -> None:
         assert mx.array_equal(merged, make())
 
 
-def test_what_is_left_to_mlx() -> None:
+def test_view_calls_that_cannot_be_fused_fall_back_to_mlx() -> None:
     array = elements(2, 1, 1, 3)
     with fused_views():
         assert array.squeeze().shape == (2, 3) and array.squeeze([1, 2]).shape == (2, 3)
@@ -122,7 +122,7 @@ def test_a_view_that_is_changed_in_place(name: str) -> None:
     assert mx.array_equal(merged, result())
 
 
-def test_all_that_changes_an_array_in_place_is_known() -> None:
+def test_every_in_place_array_method_is_handled() -> None:
     others = {"__init__", "__iter__", "__int__", "__index__", "__invert__", "__init_subclass__"}
     changes = {name for name in dir(mx.array) if name.startswith("__i")} - others
     assert changes | {"__setitem__"} == {name for _, name in module._IN_PLACE} == {*IN_PLACE, "__setitem__"}
@@ -137,7 +137,7 @@ def test_other_threads_have_mlxs_own(tmp_path: Path) -> None:
     assert num_operations(made[0], tmp_path) == 2
 
 
-def test_mlxs_own_come_back() -> None:
+def test_mlx_array_methods_are_restored_after_an_error() -> None:
     before = [getattr(mx.array, name) for name in (*NAMES, *(name for _, name in module._IN_PLACE))]
     with pytest.raises(RuntimeError, match="this"), fused_views():
         assert getattr(mx.array, NAMES[0]) is not before[0]
@@ -146,7 +146,7 @@ def test_mlxs_own_come_back() -> None:
     assert not module._one_trace_at_a_time.locked()
 
 
-def test_traces_of_two_threads_take_turns() -> None:
+def test_traces_of_two_threads_run_one_at_a_time() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def trace() -> None:

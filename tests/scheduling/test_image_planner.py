@@ -53,7 +53,7 @@ def encoded(plan: SchedulerOutput) -> list[bytes]:
     return [image.content_hash for image in plan.images_to_encode]
 
 
-def test_an_image_is_encoded_when_a_chunk_reaches_it_and_may_be_cut() -> None:
+def test_an_image_split_between_chunks_is_encoded_once_when_reached() -> None:
     h = harness(budget=6)
     image = image_at(list(range(8, 22)), "a")
     h.submit("r", prompt_with(image, length=30), 3, images=PromptImages((image,)))
@@ -64,7 +64,7 @@ def test_an_image_is_encoded_when_a_chunk_reaches_it_and_may_be_cut() -> None:
     assert (h.scheduler.stats.images_encoded, h.scheduler.stats.image_cache_hits) == (1, 0)
 
 
-def test_features_are_kept_until_others_need_the_capacity() -> None:
+def test_least_recently_used_image_features_are_evicted_for_capacity() -> None:
     h = harness(limit=16, capacity=24, budget=64)
     a, b, c = (image_at(list(range(2, 12)), name) for name in "abc")
     plans = []
@@ -83,7 +83,7 @@ def test_features_are_kept_until_others_need_the_capacity() -> None:
     h.drain()
 
 
-def test_a_request_waits_while_others_hold_the_capacity() -> None:
+def test_a_request_waits_if_other_requests_hold_the_image_cache_capacity() -> None:
     """The waiting request starts when the other has computed its image. Meanwhile it takes no tokens of the budget."""
     h = harness(limit=16, capacity=16, budget=8)
     a, b = (image_at(list(range(16)), name) for name in "ab")
@@ -95,7 +95,7 @@ def test_a_request_waits_while_others_hold_the_capacity() -> None:
     h.drain()
 
 
-def test_requests_that_each_need_another_image_do_not_wait_for_each_other() -> None:
+def test_requests_that_need_different_images_do_not_deadlock() -> None:
     """A block spans two images of a request. Two requests have each computed a part of their first image."""
     config = SchedulerConfig(
         max_num_batched_tokens=4,
@@ -181,7 +181,9 @@ def inseparable(*spans: tuple[int, int]) -> PromptImages:
         (24, 25, 8, 25, 32),  # the end of the prompt
     ],
 )
-def test_where_chunks_may_end(start: int, stop: int, unit: int, last: int, following: int) -> None:
+def test_chunks_end_only_outside_inseparable_image_ranges(
+    start: int, stop: int, unit: int, last: int, following: int
+) -> None:
     images = inseparable((5, 12), (12, 18))
     assert (last_cut(images, start, stop, unit), next_cut(images, start, unit)) == (last, following)
     assert (last_cut(None, start, stop, unit), next_cut(None, start, unit)) == (stop, start + unit)

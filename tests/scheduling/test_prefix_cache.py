@@ -51,7 +51,7 @@ def test_a_salt_is_hashed_once_for_all_prompts_and_outputs(monkeypatch: pytest.M
     assert sum(length > 1000 for length in hashed) == 1
 
 
-def test_hashes_cover_full_blocks_and_everything_before_them() -> None:
+def test_block_hashes_cover_full_blocks_and_all_preceding_tokens() -> None:
     prompt = make_prompt(0, 11)
     assert len(hashes(prompt)) == 2
     assert hashes(prompt) == hashes(prompt[:8])
@@ -68,7 +68,7 @@ def test_hashes_depend_on_salt_and_model() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_second_request_computes_only_what_is_new(depth: int) -> None:
+def test_a_second_request_computes_only_uncached_tokens(depth: int) -> None:
     harness = make_harness(depth=depth)
     harness.submit("a", make_prompt(0, 20), 2)
     harness.run()
@@ -99,7 +99,7 @@ def test_salts_keep_requests_apart() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_burst_computes_its_prefix_once(depth: int) -> None:
+def test_concurrent_requests_compute_a_shared_prefix_once(depth: int) -> None:
     """Partial prefills run concurrently, but prefills with the same prefix wait for the first of them."""
     harness = make_harness(budget=16, depth=depth, partial=4)
     for i in range(6):
@@ -109,7 +109,7 @@ def test_a_burst_computes_its_prefix_once(depth: int) -> None:
     assert cached_tokens(harness, *(f"r{i}" for i in range(6))) == [0] + [40] * 5
 
 
-def test_nobody_waits_for_a_prefix_that_saves_little() -> None:
+def test_a_request_does_not_wait_for_a_short_shared_prefix() -> None:
     harness = make_harness(budget=64, partial=4)
     harness.submit("a", make_prompt(0, 4) + make_prompt(1, 20), 1)
     harness.submit("b", make_prompt(0, 4) + make_prompt(2, 20), 1)
@@ -128,7 +128,7 @@ def test_a_request_that_needs_every_prompt_row_does_not_wait_for_a_prefix() -> N
 
 
 @pytest.mark.parametrize("how", ["abort", "finish"])
-def test_who_waits_for_a_prefix_goes_on_when_its_owner_ends(how: str) -> None:
+def test_a_request_waiting_for_a_prefix_resumes_when_the_owner_ends(how: str) -> None:
     harness = make_harness(budget=8, partial=2)
     harness.submit("a", make_prompt(0, 32), 1)
     harness.submit("b", make_prompt(0, 40), 1)
@@ -141,7 +141,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_owner_ends(how: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_waits_for_a_prefix_goes_on_when_its_last_token_goes_as_a_decode(depth: int) -> None:
+def test_a_prefix_waiter_hits_if_the_last_prefix_token_runs_as_a_decode(depth: int) -> None:
     """The owner's first chunk leaves one token of its prompt, which is scheduled as a decode."""
     harness = make_harness(budget=31, partial=4, depth=depth)
     harness.submit("owner", make_prompt(0, 32), 50)
@@ -152,7 +152,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_last_token_goes_as_a_decode(dep
     harness.drain()
 
 
-def test_a_preempted_request_comes_back_through_the_cache() -> None:
+def test_a_preempted_request_resumes_from_cached_blocks() -> None:
     harness = make_harness(num_blocks=14)
     harness.submit("a", make_prompt(0, 20), 20)
     b = harness.submit("b", make_prompt(1, 24), 12)
@@ -171,7 +171,7 @@ def fill(blocks: BlockManager, request_id: str, chain: list[bytes]) -> None:
     blocks.check_integrity()
 
 
-def test_least_recently_used_goes_first_tails_before_heads() -> None:
+def test_eviction_is_least_recently_used_with_last_blocks_first() -> None:
     blocks = BlockManager(6, 4)
     a, b = [b"a0", b"a1", b"a2"], [b"b0", b"b1"]
     fill(blocks, "a", a)

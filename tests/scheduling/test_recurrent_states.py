@@ -9,7 +9,7 @@ from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.settings.config import CacheConfig
 
 
-def test_dropped_checkpoints_leave_nothing_behind() -> None:
+def test_dropped_state_checkpoints_leave_no_hit_records() -> None:
     slots = StateSlots(2)
     for i in range(4):
         slot = slots.take()

@@ -102,7 +102,7 @@ def test_the_latest_arrival_is_preempted_and_resumes_in_order() -> None:
     harness.drain()
 
 
-def test_two_requests_that_each_fill_the_pool_take_turns_without_livelock() -> None:
+def test_requests_that_each_fill_the_pool_finish_without_livelock() -> None:
     harness = make_harness(block_size=4, num_blocks=8)
     for i in range(4):
         harness.submit(f"r{i}", make_prompt(i, 5), 28)
@@ -150,7 +150,9 @@ def test_admission_leaves_a_reserve_beside_running_requests_but_not_for_the_firs
         (30, 4, PromptError, "needs 9 KV cache blocks .* has only 8"),
     ],
 )
-def test_what_can_never_be_served(prompt_len: int, max_tokens: int, kind: type[PromptError], message: str) -> None:
+def test_check_fits_rejects_requests_that_can_never_run(
+    prompt_len: int, max_tokens: int, kind: type[PromptError], message: str
+) -> None:
     harness = make_harness(model_len=40, block_size=4, num_blocks=8)
     with pytest.raises(PromptError, match=message) as caught:
         check_fits(prompt_len, max_tokens, harness.config, harness.cache_config)
@@ -279,7 +281,7 @@ def test_check_integrity_notices(corruption: str) -> None:
         harness.scheduler.check_integrity()
 
 
-def test_a_request_whose_token_is_needed_on_the_host_waits_for_it_and_holds_nobody_up() -> None:
+def test_host_token_requests_wait_without_blocking_other_requests() -> None:
     harness = make_harness(depth=2)
     harness.submit("ahead", make_prompt(0, 5), 6)
     harness.submit("held back", make_prompt(1, 5), 3, needs_token_on_host=True)
@@ -305,7 +307,7 @@ def test_failed_and_cancelled_plans_are_computed_again() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_block_whose_last_token_may_be_computed_again_is_not_shared_yet(depth: int) -> None:
+def test_a_block_with_a_possibly_recomputed_last_token_is_not_shared(depth: int) -> None:
     """The fake runner detects a write to a block that two requests share."""
     harness = make_harness(depth=depth, caching=True)
     harness.submit("late", make_prompt(0, 8), 6, needs_token_on_host=True)

@@ -310,7 +310,7 @@ def test_harness_notices(corrupt: Callable[[SchedulerOutput], bool], depth: int)
     assert "nothing was corrupted" not in str(caught.value)
 
 
-def test_what_a_void_step_was_to_pool_is_pooled_later() -> None:
+def test_a_pooling_request_of_a_void_step_is_pooled_in_a_later_step() -> None:
     harness = SchedulerHarness(
         SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=100),
         CacheConfig(block_size=4, num_blocks=40),

@@ -46,7 +46,7 @@ def shares(harness: SchedulerHarness) -> dict[str, int]:
 # --- concurrent partial prefills ----------------------------------------------------------------------------
 
 
-def test_a_short_prompt_samples_in_the_first_step_it_is_seen_beside_long_ones() -> None:
+def test_a_short_prompt_beside_long_prompts_samples_in_the_first_step() -> None:
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_batched_tokens=2048, max_num_seqs=16, max_model_len=200_000, max_num_partial_prefills=4,
@@ -68,7 +68,7 @@ def test_a_short_prompt_samples_in_the_first_step_it_is_seen_beside_long_ones() 
     scheduler.check_integrity()
 
 
-def test_the_budget_is_shared_evenly_and_what_one_leaves_goes_to_the_others() -> None:
+def test_prefills_share_the_budget_evenly_and_use_leftover_tokens() -> None:
     harness = make_harness(budget=60)
     for i, length in enumerate((40, 6, 50, 30, 9)):
         harness.submit(f"r{i}", make_prompt(i, length), 1)
@@ -77,14 +77,14 @@ def test_the_budget_is_shared_evenly_and_what_one_leaves_goes_to_the_others() ->
     harness.drain()
 
 
-def test_what_the_slots_leave_goes_to_further_requests() -> None:
+def test_budget_left_by_prefill_slots_admits_further_requests() -> None:
     harness = make_harness(budget=60, partial=2)
     for i in range(8):
         harness.submit(f"r{i}", make_prompt(i, 10), 1)
     assert shares(harness) == {f"r{i}": 10 for i in range(6)}
 
 
-def test_slots_rotate_when_the_budget_cannot_serve_them_all() -> None:
+def test_prefill_slots_rotate_if_the_budget_cannot_serve_all_slots() -> None:
     harness = make_harness(budget=8, partial=4, max_long_partial_prefills=4)
     for i in range(4):
         harness.submit(f"r{i}", make_prompt(i, 40), 1)
@@ -101,7 +101,7 @@ def test_slots_rotate_when_the_budget_cannot_serve_them_all() -> None:
 
 
 @pytest.mark.parametrize("aligned", [False, True])
-def test_a_free_slot_has_its_turn_when_the_budget_serves_one(aligned: bool) -> None:
+def test_new_and_running_prefills_alternate_if_the_budget_serves_one(aligned: bool) -> None:
     """Decodes leave one block of the budget, and a long prompt would take it in every step without rotation."""
     harness = make_harness(budget=12, page_aligned_scheduling=aligned)
     for i in range(8):
@@ -116,7 +116,7 @@ def test_a_free_slot_has_its_turn_when_the_budget_serves_one(aligned: bool) -> N
     harness.drain()
 
 
-def test_a_stream_of_new_ones_does_not_take_a_running_prompt_s_turns() -> None:
+def test_a_stream_of_new_prompts_does_not_starve_a_running_prefill() -> None:
     harness = make_harness(budget=12, num_blocks=1000)
     for i in range(8):
         harness.submit(f"d{i}", [i + 1], 40)
@@ -141,7 +141,7 @@ def test_long_is_more_than_the_threshold() -> None:
         harness.drain()
 
 
-def test_a_long_prompt_keeps_its_place_and_is_not_starved_by_a_stream_of_short_ones() -> None:
+def test_a_stream_of_short_prompts_does_not_starve_a_waiting_long_prompt() -> None:
     """Short prompts pass it only until the first long prompt is done, which gets its even part of each step."""
     harness = make_harness(budget=32, num_blocks=4000, seqs=256)
     harness.submit("long0", make_prompt(0, 320), 1)
@@ -157,7 +157,7 @@ def test_a_long_prompt_keeps_its_place_and_is_not_starved_by_a_stream_of_short_o
     harness.drain()
 
 
-def test_a_long_prompt_whose_beginning_is_cached_is_not_long() -> None:
+def test_a_long_prompt_with_a_cached_prefix_counts_as_short() -> None:
     harness = make_harness(budget=32, caching=True, num_blocks=1000)
     first = harness.submit("a", make_prompt(0, 100), 1)
     harness.run()
@@ -174,7 +174,7 @@ def test_a_long_prompt_whose_beginning_is_cached_is_not_long() -> None:
     st.sampled_from([1, 4, 16]),
     st.booleans(),
 )
-def test_shares_are_even_and_nothing_is_wasted(
+def test_prefill_allotments_are_even_and_use_the_whole_budget(
     remaining: list[int], budget: int, block_size: int, aligned: bool
 ) -> None:
     config = SchedulerConfig(
@@ -197,7 +197,7 @@ def test_shares_are_even_and_nothing_is_wasted(
         assert max(satisfied, default=0) <= max(unsatisfied) + unit, "one got its prompt at the cost of others"
 
 
-def test_prompts_whose_log_probabilities_are_wanted_share_a_limit_of_rows() -> None:
+def test_prompts_with_prompt_logprobs_share_a_limit_of_rows() -> None:
     """The limit applies only to rows with logits.
 
     Another prompt uses the remaining budget at no cost to these prompts.
@@ -318,7 +318,7 @@ def test_attention_work_is_shared_evenly() -> None:
     harness.drain()
 
 
-def test_a_context_too_long_for_the_cap_does_not_keep_others_out() -> None:
+def test_a_context_above_the_attention_cap_does_not_block_short_prompts() -> None:
     """After 100 tokens, one block exceeds the cap: the long prompt runs alone, in every second step."""
     harness = make_harness(budget=64, max_attention_work=300, threshold=64)
     long = harness.submit("long", make_prompt(0, 1000), 1)
@@ -330,7 +330,7 @@ def test_a_context_too_long_for_the_cap_does_not_keep_others_out() -> None:
 
 
 @pytest.mark.parametrize("length", range(3, 12))
-def test_a_prompt_that_is_let_in_without_a_slot_is_done_in_that_step(length: int) -> None:
+def test_a_prompt_admitted_without_a_slot_is_prefilled_in_one_step(length: int) -> None:
     """The prompt fits into the remaining budget, and must not share the budget with the prompt in the slot."""
     harness = make_harness(
         54, block_size=2, seqs=4, partial=1, threshold=7, page_aligned_scheduling=True, max_attention_work=49
@@ -347,7 +347,7 @@ def test_a_prompt_that_is_let_in_without_a_slot_is_done_in_that_step(length: int
     assert num_whole or length > 6
 
 
-def test_decodes_that_take_the_whole_cap_leave_a_block_to_each_in_turn() -> None:
+def test_prefills_progress_while_decodes_use_the_whole_attention_cap() -> None:
     harness = make_harness(budget=64, max_attention_work=300, num_blocks=1000)
     for i in range(8):
         harness.submit(f"d{i}", make_prompt(i, 60), 60)
@@ -387,7 +387,7 @@ def test_auto_settings() -> None:
     assert resolve(max_attention_work=5, long_prefill_token_threshold=9).max_attention_work == 5
 
 
-def test_a_gpus_kv_cache_is_what_weights_and_the_measured_step_leave() -> None:
+def test_gpu_kv_cache_uses_memory_left_by_weights_and_measured_step() -> None:
     gpu, model = replace(CPU, kind="metal"), replace(MODEL, weight_bytes=1 << 32)
     asked = []
 

@@ -19,7 +19,7 @@ def num_kept(queue: WaitingQueue) -> int:
     return sum(map(len, queue._heaps)) + sum(map(len, queue._parked.values()))
 
 
-def test_an_adapter_is_let_go_when_its_request_leaves() -> None:
+def test_removing_a_waiting_request_releases_the_adapter() -> None:
     """The slot is free at once, even if no other request arrives, or if the request was parked or requeued."""
     queue = WaitingQueue()
     for i in range(4):
@@ -43,7 +43,7 @@ def test_an_adapter_is_let_go_when_its_request_leaves() -> None:
     queue.check_integrity({})
 
 
-def test_what_is_kept_of_those_that_have_left_is_bounded() -> None:
+def test_waiting_queue_entries_of_removed_requests_are_bounded() -> None:
     """The limit holds for both heaps, and for requests parked with a running request."""
     queue, owner = WaitingQueue(), made("owner")
     queue.push(stays := made("stays"), is_long=False)

@@ -99,17 +99,17 @@ def messages(*contents: str, role: str = "system") -> list[dict[str, Any]]:
     messages(""), messages(TEXT), messages(f"First.\n{line(1)}"), messages("First.", line(1)),
     messages(line(1), role="user"), messages(f"{line(1)}{'x' * 5000}\n{TEXT}"), messages("x-anthropic-billing: 1;"),
 ], ids=range(7))  # fmt: skip
-def test_other_texts_are_left_alone(sent: list[dict[str, Any]]) -> None:
+def test_messages_without_a_removable_billing_line_are_unchanged(sent: list[dict[str, Any]]) -> None:
     assert without_billing_line(sent) is sent
 
 
-def test_what_is_left() -> None:
+def test_removing_billing_lines_keeps_the_remaining_text() -> None:
     assert without_billing_line(messages(f"{line(1)}\n{line(2)}\n\nb")) == messages("b")
     assert without_billing_line(messages(line(1))) == messages("")
     assert without_billing_line(messages(line(1), "b")) == messages("b")
 
 
-def test_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_billing_header_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "metal_engine")
     with serve(config=CONFIG) as served:
         for form in ("chat", "instructions", "text"):

@@ -29,7 +29,7 @@ from tests.server.generation.test_parameters import (
     test_truncated_prompt,
 )
 from tests.server.generation.test_phases import answer_format, test_calls_that_the_model_begins, tokenizer
-from tests.server.ollama.test_ollama import test_a_client_that_leaves_aborts_its_request
+from tests.server.ollama.test_ollama import test_a_client_disconnect_aborts_the_request
 from tests.server.openai.test_completions import test_several_prompts, test_stream_equals_completion
 from tests.server.openai.test_responses import test_text
 from tests.server.status.test_metrics import test_names

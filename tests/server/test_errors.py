@@ -188,7 +188,7 @@ def test_deep_nesting(served: Served, field: str, depth: int) -> None:
         check_error(response, 400, response.json()["error"]["param"])
 
 
-def test_what_is_not_json(served: Served) -> None:
+def test_a_body_that_is_not_json_gets_a_400(served: Served) -> None:
     response = httpx.post(served.url + COMPLETIONS, content=b'{"prompt": oops}', headers=JSON)
     assert "not valid JSON" in check_error(response, 400)["message"]
     response = httpx.post(served.url + COMPLETIONS, data={"prompt": "a"})

@@ -13,7 +13,7 @@ from tests.server.test_lifecycle import process
 from tests.support.serving import MODEL, Served, wait_until
 
 
-def test_what_explodes_is_a_400_and_holds_nobody_up(served: Served) -> None:
+def test_an_explosive_grammar_gets_a_400_without_delaying_other_requests(served: Served) -> None:
     """The hostile requests have other grammars, in all places of a request."""
     with ThreadPoolExecutor() as pool:
         body = {"model": MODEL, "prompt": "a", "structured_outputs": PATTERNS}

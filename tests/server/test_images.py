@@ -78,7 +78,7 @@ def seen(request: PreparedRequest) -> PromptImages:
     return request.images
 
 
-def test_images_stand_between_texts(seeing: Served, prepared: list[PreparedRequest]) -> None:
+def test_image_tokens_keep_the_order_of_texts_and_images(seeing: Served, prepared: list[PreparedRequest]) -> None:
     messages = [
         user(text("see "), image(URL_A), text(" and "), image(URL_B, detail="high"), text("?")),
         {"role": "assistant", "content": "yes"},
@@ -111,7 +111,7 @@ def test_marks_in_texts_stay_text(seeing: Served, prepared: list[PreparedRequest
     assert prepared[0].prompt_token_ids.count(IMAGE) == 48
 
 
-def test_low_detail_takes_fewer_tokens() -> None:
+def test_all_image_details_except_low_take_the_same_tokens() -> None:
     from tests.support.image_serving import VISION
 
     with serve_seeing(max_model_len=4096, num_blocks=1024) as served:
@@ -165,7 +165,7 @@ def test_ollama(seeing: Served, prepared: list[PreparedRequest]) -> None:
     assert "vision" in seeing.post("/api/show", {"model": MODEL}).json()["capabilities"]
 
 
-def test_images_of_results_move_if_the_template_ignores_them() -> None:
+def test_tool_result_images_move_if_the_template_ignores_the_images() -> None:
     """Without roles for calls, results become user texts. With them, images follow in a user message."""
     plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     plain += "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"

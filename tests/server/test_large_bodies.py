@@ -73,7 +73,7 @@ def test_large_bodies_are_parsed_like_small_ones(encoding: str) -> None:
     assert large_bodies.loads(json.dumps(value, ensure_ascii=False).encode(encoding)) == value
 
 
-def test_what_takes_more_memory_than_any_request_needs() -> None:
+def test_json_beyond_the_memory_limits_is_rejected() -> None:
     members = ",".join(f'"{i}":1' for i in range(MAX_MEMBERS + 1))
     for text, problem in (
         (b"[" + b"[]," * MAX_CONTAINERS + b"1]", "arrays and objects"),
@@ -89,7 +89,7 @@ def test_what_takes_more_memory_than_any_request_needs() -> None:
             large_bodies.loads(text)
 
 
-def test_validation_in_pieces_finds_the_same() -> None:
+def test_validation_in_pieces_gives_the_same_values_and_errors() -> None:
     ids = list(range(100_000))
     assert CompletionBody(prompt=ids).prompt == ids
     nested = [[i, i + 1] for i in range(50_000)]
@@ -132,7 +132,7 @@ def test_half_a_surrogate_pair_is_not_valid_unicode() -> None:
     (TokenizeBody, {"messages": [0] * 10_000}),
     (DetokenizeBody, {"tokens": ["a"] * 10_000}),
 ])  # fmt: skip
-def test_a_list_or_an_object_gives_few_errors(model: type[BaseModel], body: dict[str, Any]) -> None:
+def test_a_field_with_many_invalid_items_gives_few_errors(model: type[BaseModel], body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
     assert caught.value.error_count() <= 5  # one error for each type that a field accepts

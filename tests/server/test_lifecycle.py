@@ -83,7 +83,7 @@ def process(step_time: float = 0.005, *, open_files: int | None = None, **settin
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
-def test_requests_under_way_finish(number: int) -> None:
+def test_requests_in_flight_finish_after_a_shutdown_signal(number: int) -> None:
     # The requests last 10 s, unless the test shortens them: a busy machine may need seconds for the checks.
     with process(step_time=0.05) as server, ThreadPoolExecutor() as pool, server.stream(max_tokens=200) as response:
         events = response.iter_lines()
@@ -117,7 +117,7 @@ def test_requests_that_take_too_long_are_cut_with_an_error() -> None:
         assert "cut 2 requests" in log
 
 
-def test_a_client_that_does_not_read_is_left_behind() -> None:
+def test_shutdown_does_not_wait_for_a_client_that_does_not_read() -> None:
     """The client's connection is full, so that even the last event cannot be written."""
     with process(step_time=0.0, shutdown_timeout=0.2) as server:
         host, port = server.url.removeprefix("http://").split(":")
@@ -231,7 +231,7 @@ def test_a_name_with_addresses_of_both_kinds(monkeypatch: pytest.MonkeyPatch) ->
             assert (address, listener.url) == ("127.0.0.1", f"http://{shown}:{port}")
 
 
-def test_a_port_in_use_is_noticed_where_two_programs_could_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_detected_despite_address_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """On macOS, SO_REUSEADDR allows that for different addresses, as SO_REUSEPORT does on Linux."""
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(socket, "SO_REUSEADDR", socket.SO_REUSEPORT)
@@ -247,7 +247,7 @@ def test_a_port_in_use_is_noticed_where_two_programs_could_listen(monkeypatch: p
         pass
 
 
-def test_a_socket_that_nobody_listens_on_makes_way_and_a_file_does_not(short_folder: Path) -> None:
+def test_a_stale_unix_socket_is_replaced_and_a_regular_file_is_kept(short_folder: Path) -> None:
     path = short_folder / "socket"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))

@@ -94,7 +94,7 @@ def test_the_model_of_a_request_picks(served: Served, answers: dict[str, str]) -
     assert answers["a"] != answers[""]
 
 
-def test_every_endpoint_knows_its_name(served: Served) -> None:
+def test_every_endpoint_accepts_the_adapter_name(served: Served) -> None:
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": "a", "messages": messages, "max_tokens": 2}
     for path in ("/v1/chat/completions", "/v1/messages"):
@@ -137,7 +137,7 @@ def test_loading_and_unloading(served: Served, answers: dict[str, str]) -> None:
     assert answer(served, "a") == answers["b"]
 
 
-def test_what_is_not_loaded(served: Served) -> None:
+def test_invalid_adapter_loads_get_a_400(served: Served) -> None:
     for name, path, param, problem in [
         ("x", "../outside", "lora_path", "is outside"),
         ("x", "/etc", "lora_path", "is outside"),
@@ -160,7 +160,9 @@ def test_what_is_not_loaded(served: Served) -> None:
     assert load(served, "a$(cmd) 'b'", "b").status_code == 200
 
 
-def test_malformed_adapters_are_refused_and_harm_nobody(served: Served, root: Path, answers: dict[str, str]) -> None:
+def test_malformed_adapters_are_refused_without_affecting_loaded_adapters(
+    served: Served, root: Path, answers: dict[str, str]
+) -> None:
     """Each error names the file and the problem. The slot for the adapter stays free."""
     made = adapters.products(tiny_reference(), adapters.ALL, 2, seed=0)
     last = sorted(made)[-1]  # the other arrays have already been stored by then
@@ -185,7 +187,7 @@ def test_malformed_adapters_are_refused_and_harm_nobody(served: Served, root: Pa
     assert unload(served, "nothing").status_code == 404
 
 
-def test_another_takes_the_place_of_one_with_all_slots_in_use(
+def test_load_inplace_replaces_an_adapter_with_all_slots_in_use(
     served: Served, root: Path, answers: dict[str, str]
 ) -> None:
     """Replacement fails while a request uses the old adapter or if the new weights are invalid: the old one stays."""
@@ -232,7 +234,9 @@ def test_unloading_while_requests_run(served: Served, answers: dict[str, str]) -
     assert "".join(texts).rstrip(HALF) == alone
 
 
-def test_a_load_whose_client_left_still_holds_back_other_loads(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_load_blocks_other_loads_after_a_client_disconnect(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two loads at a time would occupy both threads for heavy work."""
     begun: list[str] = []
     release = threading.Event()
@@ -292,7 +296,7 @@ def counted() -> tuple[Counter[str], int, int, int]:
     return objects, mx.get_active_memory(), threading.active_count(), len(os.listdir("/dev/fd"))
 
 
-def test_adapters_that_come_and_go_leave_nothing_behind(served: Served, answers: dict[str, str], root: Path) -> None:
+def test_loading_and_unloading_adapters_leaks_no_resources(served: Served, answers: dict[str, str], root: Path) -> None:
     """The numbers of objects, arrays, threads and descriptors do not grow."""
     check_growth(served, answers, root, 20)
 

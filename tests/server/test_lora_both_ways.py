@@ -13,7 +13,7 @@ from tests.server.test_lora import (
     answers,
     check_growth,
     root,
-    test_another_takes_the_place_of_one_with_all_slots_in_use,
+    test_load_inplace_replaces_an_adapter_with_all_slots_in_use,
     test_loading_and_unloading,
     test_unloading_while_requests_run,
 )
@@ -30,5 +30,5 @@ def served(root: Path) -> Iterator[Served]:
 
 
 @pytest.mark.full
-def test_adapters_in_another_process_leave_nothing_behind(served: Served, answers: dict[str, str], root: Path) -> None:
+def test_adapters_of_an_engine_process_leak_no_resources(served: Served, answers: dict[str, str], root: Path) -> None:
     check_growth(served, answers, root, 40)

@@ -69,7 +69,7 @@ def test_a_full_queue() -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
-def test_many_prompts_of_one_request_leave_room_for_others(path: str) -> None:
+def test_a_request_with_many_prompts_does_not_fill_the_queue(path: str) -> None:
     """A request with many prompts does not fill the queue, and a later request does not wait for all prompts."""
     num_prompts = 60
     config = fake_config(max_num_seqs=2, pooler=PoolerConfig(is_embedder=True))
@@ -115,7 +115,7 @@ def test_timeout() -> None:
         assert served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3}).status_code == 200
 
 
-def test_comments_while_nothing_comes() -> None:
+def test_a_waiting_stream_sends_sse_keep_alive_comments() -> None:
     """No event is lost between comments, and the official client ignores comments."""
     with serve(args=ServerArgs(sse_keep_alive=0.02)) as served:
         served.runner.running.clear()

@@ -79,7 +79,7 @@ def test_unknown_names(several: SeveralFakes) -> None:
     assert set(several.served.states().values()) == {"unloaded"}
 
 
-def test_a_stream_says_that_its_model_is_being_loaded(several: SeveralFakes) -> None:
+def test_a_stream_starts_with_a_comment_while_the_model_loads(several: SeveralFakes) -> None:
     several.check("b", "first")
     model = several.models["org/a"]
     model.gate.clear()
@@ -99,7 +99,7 @@ def test_a_stream_says_that_its_model_is_being_loaded(several: SeveralFakes) -> 
     assert "loading" not in text and text.startswith("data: ")
 
 
-def test_what_goes_wrong_in_such_a_stream_is_its_last_event(several: SeveralFakes) -> None:
+def test_an_error_in_a_stream_that_loads_a_model_is_the_last_event(several: SeveralFakes) -> None:
     bad = {"model": "b", "max_tokens": 8, "top_p": 7, "stream": True}
     text = several.served.post("/v1/completions", {**bad, "prompt": "x"}).text
     assert text.startswith(": loading") and "top_p" in events(text)[-1]["error"]["message"]
@@ -122,7 +122,7 @@ def test_what_goes_wrong_in_such_a_stream_is_its_last_event(several: SeveralFake
     several.check("c", "and so does this one")
 
 
-def test_what_never_fits(several: SeveralFakes) -> None:
+def test_a_model_larger_than_models_memory_gets_a_400(several: SeveralFakes) -> None:
     several.models["c"].num_bytes = MEMORY_FOR_TWO + 50
     answer = several.complete("c", "x")
     error = answer.json()["error"]
@@ -130,7 +130,7 @@ def test_what_never_fits(several: SeveralFakes) -> None:
     assert "50 bytes are missing" in error["message"] and "--models-memory" in error["message"]
 
 
-def test_a_client_that_leaves_holds_no_model(several: SeveralFakes) -> None:
+def test_a_disconnected_client_does_not_keep_a_model_in_use(several: SeveralFakes) -> None:
     model = several.models["b"]
     model.gate.clear()
     body = {"model": "b", "prompt": "once", "max_tokens": 200, "stream": True}
@@ -141,7 +141,7 @@ def test_a_client_that_leaves_holds_no_model(several: SeveralFakes) -> None:
         next(line for line in stream.iter_lines() if line.startswith("data: "))
 
 
-def test_what_is_shown_of_them(several: SeveralFakes) -> None:
+def test_status_endpoints_show_the_state_of_each_model(several: SeveralFakes) -> None:
     several.check("b", "x")
     several.wait_until_idle()
     cards = {one["id"]: one for one in several.served.get("/v1/models").json()["data"]}
@@ -174,7 +174,7 @@ def test_what_is_shown_of_them(several: SeveralFakes) -> None:
     assert several.served.states()["org/a"] == "unloaded", "to look at a model loads nothing"
 
 
-def test_health_names_models_to_those_with_the_key() -> None:
+def test_health_names_models_only_to_clients_with_the_key() -> None:
     """Only clients with the key get names and errors with file paths. All clients get totals."""
     model = FakeModel(1, problem="/secret/weights.safetensors is cut short")
     args = ServerArgs(api_key=("k",), shutdown_timeout=1)
@@ -222,7 +222,7 @@ def test_a_model_that_is_looked_at(several: SeveralFakes) -> None:
     assert served.registry.find("b").state is ModelState.UNLOADED  # type: ignore[union-attr]
 
 
-def test_requests_that_wait_for_a_model_are_told_of_the_end() -> None:
+def test_requests_waiting_for_a_model_get_a_503_at_shutdown() -> None:
     model = FakeModel(1)
     model.gate.clear()
     asked: list[httpx.Response] = []
@@ -241,7 +241,7 @@ def test_requests_that_wait_for_a_model_are_told_of_the_end() -> None:
     assert asked[0].status_code == 503 and asked[0].json()["error"]["code"] == "shutting_down"
 
 
-def test_a_model_whose_engine_dies_is_made_anew_and_others_go_on(several: SeveralFakes) -> None:
+def test_an_engine_death_reloads_the_model_and_spares_other_models(several: SeveralFakes) -> None:
     for name in ("b", "c"):
         several.check(name, "x")
     core: Any = several.served.registry.find("b").loaded_engine.engine._engine.core  # type: ignore[union-attr]
@@ -255,7 +255,7 @@ def test_a_model_whose_engine_dies_is_made_anew_and_others_go_on(several: Severa
     several.check("b", "y")
 
 
-def test_clients_load_nothing_unless_they_may() -> None:
+def test_load_and_unload_endpoints_are_disabled_by_default() -> None:
     with serve_models({"b": FakeModel(1).source}, MEMORY_FOR_TWO) as served:
         for path in ("load", "unload"):
             assert served.post(f"/v1/models/{path}", {"model": "b"}).status_code in (404, 405)
@@ -313,7 +313,7 @@ def test_how_many_wait_for_a_model_and_how_long() -> None:
         model.gate.set()
 
 
-def test_limits_hold_for_those_who_load_models_too() -> None:
+def test_queue_and_time_limits_apply_to_model_loads() -> None:
     model, other = FakeModel(1), FakeModel(2)
     model.gate.clear()
     sources = {"a": model.source, "b": other.source}
@@ -362,7 +362,7 @@ def test_a_folder_of_models_that_cannot_be_read_any_more() -> None:
         assert served.post("/v1/models/load", {"model": "a"}).json()["state"] == "loaded"
 
 
-def test_a_stream_whose_model_is_unloaded_while_it_is_loaded() -> None:
+def test_unloading_a_loading_model_ends_waiting_streams_with_an_error() -> None:
     model = FakeModel(1)
     model.gate.clear()
     with serve_models({"a": model.source}, 100, discover=lambda name: None) as served:

@@ -35,7 +35,7 @@ def polls_until_due(memory: FreedMemory, most: int = 30) -> int | None:
     return next((i + 1 for i in range(most) if memory.is_due()), None)
 
 
-def test_a_server_without_requests_returns_nothing() -> None:
+def test_a_server_without_requests_returns_no_memory_to_the_system() -> None:
     assert polls_until_due(Server().memory) is None
 
 
@@ -73,7 +73,9 @@ def test_a_large_body_is_returned_while_the_server_is_busy() -> None:
     assert polls_until_due(memory) is None
 
 
-def test_upkeep_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_upkeep_continues_after_an_error_and_logs_repeats_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """An error that is repeated is logged once, and again after a success."""
     monkeypatch.setattr(upkeep, "_POLL_SECONDS", 0.001)
     monkeypatch.setattr(upkeep, "memory_pressure", lambda: MemoryPressure.CRITICAL)

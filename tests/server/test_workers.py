@@ -40,7 +40,7 @@ def test_light_work_passes_heavy_work(release: threading.Event) -> None:
     run(work)
 
 
-def test_queued_work_whose_asker_left_is_never_begun(release: threading.Event) -> None:
+def test_queued_work_of_a_cancelled_caller_never_starts(release: threading.Event) -> None:
     begun: list[int] = []
 
     async def work(workers: Workers) -> None:
@@ -60,7 +60,7 @@ def test_queued_work_whose_asker_left_is_never_begun(release: threading.Event) -
 
 
 @pytest.mark.parametrize("by", ["cancel", "close"])
-def test_work_under_way_notices_that_its_asker_left(by: str, release: threading.Event) -> None:
+def test_running_work_detects_a_cancelled_caller_or_closed_workers(by: str, release: threading.Event) -> None:
     noticed: list[bool] = []
     started = threading.Event()
 

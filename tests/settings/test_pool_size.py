@@ -46,7 +46,7 @@ def test_without_states_there_are_no_slots() -> None:
     assert config.scheduler.max_num_seqs == 256
 
 
-def test_what_runs_at_once_comes_out_of_memory() -> None:
+def test_larger_recurrent_states_reduce_max_num_seqs() -> None:
     """Larger recurrent states reduce ``max_num_seqs``: 49 MiB, as in Qwen3.5-4B, 147 MiB, and 1/16 MiB."""
     assert 10 < resolved(state_bytes=49 * MIB).scheduler.max_num_seqs < 30
     assert resolved(state_bytes=147 * MIB).scheduler.max_num_seqs < 10
@@ -55,7 +55,7 @@ def test_what_runs_at_once_comes_out_of_memory() -> None:
 
 @pytest.mark.parametrize("state_bytes", [MIB, 18 * MIB, 147 * MIB])
 @pytest.mark.parametrize("kv_bytes", [0, 1024, 128 << 10])
-def test_all_of_it_fits(state_bytes: int, kv_bytes: int) -> None:
+def test_recurrent_states_and_kv_cache_fit_into_gpu_memory(state_bytes: int, kv_bytes: int) -> None:
     config = resolved(state_bytes=state_bytes, kv_bytes=kv_bytes)
     assert config.peak_bytes <= 16 * GIB * 0.9
     num_slots = config.cache.num_state_slots
@@ -101,7 +101,7 @@ def test_too_many_requests_are_refused_with_the_flag() -> None:
 # --- the block that replayed steps pad into ---
 
 
-def test_padding_has_a_block_of_the_same_memory() -> None:
+def test_the_padding_block_comes_out_of_kv_cache_memory() -> None:
     given: dict[str, Any] = {"state_bytes": 0, "kv_bytes": 128 << 10, "kv_cache_memory_bytes": 512 * MIB}
     built, replayed = (resolved(**given, replay_decodes=choice) for choice in ("never", "auto"))
     assert (built.replay, built.cache.num_padding_blocks) == ("off", 0)
@@ -110,13 +110,13 @@ def test_padding_has_a_block_of_the_same_memory() -> None:
     assert replayed.kv_bytes == built.kv_bytes <= 512 * MIB
 
 
-def test_a_number_of_blocks_that_is_given_is_of_requests() -> None:
+def test_num_gpu_blocks_override_excludes_the_padding_block() -> None:
     config = resolved(state_bytes=0, num_gpu_blocks_override=600)
     assert config.cache.num_blocks == 600
     assert config.kv_bytes == 601 * config.cache.block_size * 1024
 
 
-def test_one_block_is_too_little_where_one_is_for_padding() -> None:
+def test_one_block_is_too_few_if_replay_needs_a_padding_block() -> None:
     given: dict[str, Any] = {"state_bytes": 0, "kv_bytes": MIB, "kv_cache_memory_bytes": 17 * MIB}
     assert resolved(**given, replay_decodes="never").cache.num_blocks == 1
     with pytest.raises(ConfigError, match=r"no memory for the KV cache: one block .* \(and one is for padding\)"):
@@ -127,18 +127,18 @@ def test_one_block_is_too_little_where_one_is_for_padding() -> None:
     ({"tensor_parallel_size": 2, "replay_decodes": "always"}, "off: several ranks share the model"),
     ({"replay_decodes": "never"}, "off"),
 ])  # fmt: skip
-def test_where_nothing_is_replayed(args: dict[str, Any], replay: str) -> None:
+def test_replay_is_off_with_ranks_or_replay_decodes_never(args: dict[str, Any], replay: str) -> None:
     config = resolved(state_bytes=0, **args)
     assert (config.replay, config.cache.num_padding_blocks) == (replay, 0)
 
 
 @pytest.mark.parametrize("state_bytes", [0, MIB], ids=["attention", "recurrent"])
-def test_where_steps_are_replayed_one_block_is_for_padding(state_bytes: int) -> None:
+def test_replay_reserves_one_padding_block(state_bytes: int) -> None:
     config = resolved(state_bytes=state_bytes)
     assert (config.replay, config.cache.num_padding_blocks) == ("on", 1)
 
 
-def test_on_a_cpu_nothing_is_replayed_unless_asked_for() -> None:
+def test_cpu_steps_are_replayed_only_with_replay_decodes_always() -> None:
     auto, never, always = (
         resolved(state_bytes=0, kind="cpu", replay_decodes=choice) for choice in ("auto", "never", "always")
     )
@@ -150,7 +150,7 @@ SMALL: dict[str, object] = {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 2
 
 
 @pytest.mark.parametrize(("kv_cache_dtype", "bytes_of_64"), [("auto", 256), ("int8", 72), ("int4", 40)])
-def test_the_pool_holds_more(tmp_path: Path, kv_cache_dtype: str, bytes_of_64: int) -> None:
+def test_a_quantized_kv_cache_holds_more_tokens(tmp_path: Path, kv_cache_dtype: str, bytes_of_64: int) -> None:
     model = write_checkpoint(tmp_path / "model", config={"head_dim": 64})
     with LLM(str(model), kv_cache_dtype=kv_cache_dtype, **SMALL) as llm:
         (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
@@ -169,7 +169,7 @@ def test_the_pool_holds_more(tmp_path: Path, kv_cache_dtype: str, bytes_of_64: i
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
-def test_tokens_more_are_those_of_the_same_memory(tmp_path: Path, kv_cache_dtype: str) -> None:
+def test_num_tokens_unquantized_equals_the_tokens_of_an_unquantized_cache(tmp_path: Path, kv_cache_dtype: str) -> None:
     """Also if the rest after the quantized blocks would complete one more unquantized block."""
     model = write_checkpoint(tmp_path / "model", config={"head_dim": 64})
     block_bytes = 16 * 2 * 2 * 2 * 256  # tokens, layers, K and V, heads

@@ -93,7 +93,7 @@ def test_a_former_setting_is_a_constant(name: str, tmp_path: Path) -> None:
             resolve(*given, tmp_path)
 
 
-def test_every_setting_without_a_flag_names_its_key() -> None:
+def test_errors_of_settings_without_a_flag_name_the_key() -> None:
     for cls in (ServerArgs, EngineArgs):
         for one in settings_of(cls):
             if not one.has_flag and "ge" in one.bounds:
@@ -112,11 +112,11 @@ def test_lists(tmp_path: Path) -> None:
     assert resolve(None, None, "served_model_name: [a, b]", tmp_path) == {"served_model_name": ("a", "b")}
 
 
-def test_another_commands_settings_are_no_error(tmp_path: Path) -> None:
+def test_settings_of_other_commands_are_ignored(tmp_path: Path) -> None:
     assert resolve(None, {"METAL_ENGINE_SYSTEM": "x"}, "temperature: 0.5", tmp_path) == {}
 
 
-def test_nothing_given(tmp_path: Path) -> None:
+def test_empty_environment_and_yaml_values_are_ignored(tmp_path: Path) -> None:
     assert resolve(None, {"METAL_ENGINE_PORT": ""}, "# nothing\n", tmp_path) == {}
     assert resolve(None, None, "port:\n", tmp_path) == {}
 
@@ -288,7 +288,7 @@ def test_either_flag_makes_ranks(name: str, flag: str) -> None:
     ("--lora-modules", ("a=b",)),
     ("--enable-lora", True),
 ])  # fmt: skip
-def test_what_does_not_work_with_ranks_is_refused_by_name(flag: str, value: Any) -> None:
+def test_flags_incompatible_with_tensor_parallelism_are_refused_by_name(flag: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{flag} .*--tensor-parallel-size") as error:
         EngineArgs(model="m", tensor_parallel_size=2, **{flag[2:].replace("-", "_"): value})
     assert error.value.flag == flag
@@ -319,7 +319,7 @@ DRAFT_MODEL = {
     [({}, True), (NGRAM, True), (DRAFT_MODEL, False), ({"tensor_parallel_size": 2}, False)],
     ids=["plain", "ngram", "draft model", "ranks"],
 )
-def test_on_metal_unless_it_may_win_nothing(given: dict[str, Any], on_metal: bool) -> None:
+def test_async_planning_is_on_only_on_metal_without_draft_model_or_ranks(given: dict[str, Any], on_metal: bool) -> None:
     args = EngineArgs(model="model", **given)
     assert plans_ahead(args, "metal") == on_metal
     assert not plans_ahead(args, "cpu")

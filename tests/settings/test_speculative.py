@@ -57,7 +57,7 @@ def test_a_draft_head_has_defaults() -> None:
 @pytest.mark.parametrize(
     ("given", "longest", "shortest"), [({}, 5, 5), ({"prompt_lookup_max": 3}, 3, 3), ({"prompt_lookup_min": 2}, 2, 2)]
 )
-def test_one_length_alone_stands_for_both(given: dict[str, int], longest: int, shortest: int) -> None:
+def test_one_prompt_lookup_length_sets_both_lengths(given: dict[str, int], longest: int, shortest: int) -> None:
     config = read({"method": "ngram", "num_speculative_tokens": 1, **given})
     assert config is not None and (config.prompt_lookup_max, config.prompt_lookup_min) == (longest, shortest)
 
@@ -140,7 +140,7 @@ def test_the_banner_counts_states_before_drafts() -> None:
     )
 
 
-def test_the_banner_says_so() -> None:
+def test_the_banner_shows_the_speculative_method() -> None:
     rows = startup_rows(fake_config(speculative=SpeculativeConfig(**GIVEN)), "http://127.0.0.1:1", ("fake",))
     assert rows["speculation"].startswith("ngram: up to 4 tokens")
     rows = startup_rows(with_draft(fake_config(speculative=read(DRAFT_MODEL))), "http://127.0.0.1:1", ("fake",))

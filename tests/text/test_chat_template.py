@@ -49,7 +49,7 @@ VARIABLES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
-def test_templates_write_what_transformers_writes(source: str) -> None:
+def test_rendered_templates_equal_transformers_output(source: str) -> None:
     hf: Any = tiny_tokenizer(source).hf_tokenizer
     for chat in CHATS:
         for variables in VARIABLES:
@@ -155,7 +155,7 @@ COSTLY = {
 
 
 @pytest.mark.parametrize("source", COSTLY.values(), ids=COSTLY)
-def test_what_would_take_long_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_templates_are_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "_WORK", 1 << 23)  # reaches the limit sooner
     with pytest.raises(ValueError, match=r"took too long|too large|may not"):
         tiny_tokenizer(source).apply_chat_template([{"role": "user", "content": "x"}], n=1)
@@ -178,7 +178,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize("source", WIDE.values(), ids=WIDE)
-def test_wide_texts_are_refused_before_they_are_made(source: str) -> None:
+def test_templates_that_format_huge_texts_are_refused_before_allocation(source: str) -> None:
     """Uses the budget of a real request. Peak memory stays far below the size of the text."""
     tokenizer = tiny_tokenizer(source)
     tracemalloc.start()
@@ -199,7 +199,7 @@ FORMATS = """{{ '{:>9}|{:{}}|{:0{w}d}'.format('a', 'b', 5, 3, w=4) }} {{ '%5d|%-
 {{ 2 ** 64 }} {{ 10 ** 18 % 97 }} {{ range(5) | sum }} {{ range(3) | join('-') }} {{ 'a b c' | wordwrap(3) }}"""
 
 
-def test_formats_write_what_jinja_writes() -> None:
+def test_formatting_in_templates_gives_the_output_of_jinja() -> None:
     tokenizer: Any = tiny_tokenizer(FORMATS).hf_tokenizer
     chat = [{"role": "user", "content": "x"}]
     assert written(tokenizer, chat, {}) == tokenizer.apply_chat_template(chat, tokenize=False)
@@ -207,14 +207,14 @@ def test_formats_write_what_jinja_writes() -> None:
     datetime.datetime.strptime(written(dated, chat, {}), "%d %b %Y")
 
 
-def test_a_template_cannot_have_its_output_escaped() -> None:
+def test_templates_with_autoescape_are_refused() -> None:
     """Escaping would increase the output after its cost was paid."""
     tokenizer = tiny_tokenizer("{% autoescape true %}{{ messages[0].content }}{% endautoescape %}")
     with pytest.raises(ValueError, match="autoescape"):
         tokenizer.apply_chat_template([{"role": "user", "content": "<"}])
 
 
-def test_what_a_request_drives_is_refused_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_template_variables_of_a_request_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "_WORK", 1 << 23)
     tokenizer = tiny_tokenizer("{{ 'x' * n }}{{ 'y' | center(w or 1) }}{{ format and format % 1 }}")
     for variables in ({"n": 10**10}, {"n": 1, "w": 10**9}, {"n": 1, "format": "%999999999d"}):
@@ -239,7 +239,7 @@ def test_long_conversations_stay_within_the_budget() -> None:
         assert written(tiny_tokenizer(source).hf_tokenizer, long, {"tools": TOOLS})
 
 
-def test_what_cannot_fit_is_not_written_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendering_stops_once_the_text_exceeds_the_context_length(monkeypatch: pytest.MonkeyPatch) -> None:
     spent = []
     budget = template_budget.Budget.spend
     monkeypatch.setattr(template_budget.Budget, "spend", lambda self, work: (spent.append(work), budget(self, work)))
@@ -249,7 +249,7 @@ def test_what_cannot_fit_is_not_written_to_its_end(monkeypatch: pytest.MonkeyPat
     assert len(spent) < 1000
 
 
-def test_a_rendering_ends_when_its_client_leaves() -> None:
+def test_rendering_is_cancelled_when_the_client_disconnects() -> None:
     left = threading.Event()
     left.set()
     context = copy_context()
@@ -298,7 +298,7 @@ MESSAGES = [{"role": "user", "content": "what is it?"}]
 
 
 @pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
-def test_each_way_to_ask_is_known(switch: str) -> None:
+def test_generation_prompt_boundary_is_found_for_each_thinking_switch(switch: str) -> None:
     tokenizer = tiny_tokenizer(THINKING.replace("enable_thinking", switch))
     parts = PromptBoundaries(tokenizer)
     for variables in ({}, {switch: True}, {switch: False}):
@@ -332,7 +332,7 @@ def recurrent_engine() -> SteppedEngine:
     return tiny_engine(tokenizer=tiny_tokenizer(THINKING), architecture="qwen3_5", **sizes)
 
 
-def test_the_second_conversation_with_the_same_instructions_hits() -> None:
+def test_conversations_with_the_same_instructions_share_a_cached_prefix() -> None:
     """The second conversation may arrive later or at the same time."""
     system = {"role": "system", "content": "be brief " * 40}
     params = SamplingParams(temperature=0.0, max_tokens=4)

@@ -66,7 +66,7 @@ def test_codestral() -> None:
     assert tokens == ["<s>", "[SUFFIX]", "the", "[PREFIX]", "▁the"] and of_prefix == ["▁the"]
 
 
-def test_tokens_for_a_prefix_are_taken_as_they_are() -> None:
+def test_token_ids_given_as_prefix_are_used_unchanged() -> None:
     tokens, of_prefix = spelled(tokenizer_with(byte_level(), *FORMS[0][0], bos=True), [97, 98], "c")
     assert tokens == ["<|fim_prefix|>", "a", "b", "<|fim_suffix|>", "c", "<|fim_middle|>"] and of_prefix == ["a", "b"]
 

@@ -89,7 +89,7 @@ def test_a_template_is_tried_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
-def test_content_before_calls_joins_the_reasoning_if_the_template_takes_only_one(name: str) -> None:
+def test_content_before_tool_calls_joins_reasoning_if_only_one_is_rendered(name: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
     said = {"role": "assistant", "content": "Let me look.", name: "So."}
 
@@ -157,7 +157,7 @@ def test_many_texts_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(lengths) < 1000
 
 
-def test_images_are_taken_out() -> None:
+def test_without_images_separates_text_and_images() -> None:
     assert without_images("a") == ("a", [])
     assert without_images([text_part("a"), IMAGE, text_part("b")]) == ("ab", [IMAGE])
 

@@ -79,7 +79,7 @@ def test_stop_strings_are_found_wherever_the_text_is_cut(
     assert ("".join(shown), found) == truth(text, stops, len("".join(pieces[:num_inactive])))
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_only_text_that_may_begin_a_stop_string_is_held_back() -> None:
     finder = StopStrings(stop_automaton(("STOP",)))
     assert finder.add("go ST") == ("go ", None)
     assert finder.add("AR") == ("STAR", None)
@@ -265,7 +265,7 @@ token_ids = st.lists(
 @example([*b"aaab", 261, *b"a"], [2, 4], ("bST",), False, True, 0, "length", [True] * 40)
 @example([*b"aab", EOS, *b"ab"], [6], ("ab",), True, False, 0, "stop", [False] * 40)
 @example([*b"abab"], [1, 1, 1, 1], ("ab",), False, True, 2, "stop", [True] * 40)
-def test_where_tokens_end(
+def test_token_ends_are_right_for_any_step_size_and_merging(
     ids: list[int],
     sizes: list[int],
     stop: tuple[str, ...],

@@ -25,7 +25,7 @@ from tests.support.tokenizers import KINDS
 from tools.fixtures.fake_engine import tiny_tokenizer
 
 
-def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_fit_is_refused_before_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny_tokenizer()
     limited = tokenizer.limited(100)
     longest = max(tokenizer.hf_tokenizer.get_vocab(), key=len)
@@ -46,7 +46,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.Mon
     ("tools", {"tools": [{"function": {"description": "TEXT"}}]}),
     ("a", {"a": {"TEXT": 1}}),
 ])  # fmt: skip
-def test_texts_of_a_template_are_refused_where_a_prompt_would_be(name: str, given: dict[str, Any]) -> None:
+def test_template_arguments_too_long_for_a_prompt_are_refused(name: str, given: dict[str, Any]) -> None:
     """Long texts are refused at any place in the arguments, before they are processed."""
     tokenizer = tiny_tokenizer()
     tokenizer.hf_tokenizer.chat_template = "{{ messages[0].content }}"
@@ -63,7 +63,7 @@ def test_texts_of_a_template_are_refused_where_a_prompt_would_be(name: str, give
     assert caught.value.name == name
 
 
-def test_reasoning_counts_once_under_all_of_its_names() -> None:
+def test_reasoning_under_several_field_names_counts_once_for_the_limit() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.hf_tokenizer.chat_template = "{{ messages[0].content }}"
     text = "a" * (4 * max(map(len, tokenizer.hf_tokenizer.get_vocab())) * 100 - 200)
@@ -71,7 +71,7 @@ def test_reasoning_counts_once_under_all_of_its_names() -> None:
     assert tokenizer.limited(100).apply_chat_template([message]) == tokenizer.encode("x")
 
 
-def test_the_tokenizer_itself_takes_anything() -> None:
+def test_a_limited_copy_does_not_limit_the_original_tokenizer() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.limited(1)
     assert len(tokenizer.encode("a" * 10_000)) > 1000
@@ -181,7 +181,7 @@ def test_every_kind_of_tokenizer(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_text_that_is_too_long_is_not_encoded_to_its_end(demo_tokenizer: Tokenizer) -> None:
+def test_encoding_stops_once_the_text_exceeds_the_token_limit(demo_tokenizer: Tokenizer) -> None:
     counting = Counting(demo_tokenizer.hf_tokenizer.backend_tokenizer)
     with pytest.raises(TextTooLongError):
         encode(counting, "some words " * 100_000, add_special_tokens=False, max_tokens=500)
@@ -192,7 +192,7 @@ def test_a_text_that_is_too_long_is_not_encoded_to_its_end(demo_tokenizer: Token
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_nobody_waits_for_it_any_more(demo_tokenizer: Tokenizer) -> None:
+def test_encoding_is_cancelled_after_the_client_disconnects(demo_tokenizer: Tokenizer) -> None:
     left = threading.Event()
     left.set()
     token = caller_disconnected.set(left)

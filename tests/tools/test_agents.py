@@ -114,7 +114,7 @@ class TestScript:
 
 @pytest.mark.parametrize("answer_format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("turn", [ANSWER, RUN, BOTH, 15])
-def test_the_engine_parses_what_the_script_writes(answer_format: Format, turn: int) -> None:
+def test_the_engine_parses_scripted_model_output(answer_format: Format, turn: int) -> None:
     tokenizer = tiny_tokenizer(answer_format.template)
     found = find_answer_format(tokenizer.hf_tokenizer, answer_format.tool_parser, answer_format.reasoning_parser)
     prompt = rendered(turn, CLAUDE, answer_format=answer_format)
@@ -243,7 +243,7 @@ LOGGED = LoggedRequest(
 TURN = Turn(1, 1.0, 2.0, "x\nTurn 1 is done.\n")
 
 
-def test_a_turn_without_problems() -> None:
+def test_report_of_a_good_turn_has_counts_and_no_problems() -> None:
     title = exchange("/v1/messages", stream({"type": "message_start", "message": {"usage": {"input_tokens": 5}}}))
     other_turn = replace(LOGGED, time=2.5)
     found = report(

@@ -17,19 +17,19 @@ TEXT = FILE.read_text(encoding="utf-8")
 PINS = dict(line.split("==") for line in TEXT.splitlines() if not line.startswith("#"))
 
 
-def test_exact_versions_in_order_and_nothing_else() -> None:
+def test_constraints_list_only_exact_versions_in_order() -> None:
     lines = [line for line in TEXT.splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.!+]+", line) for line in lines)
     assert lines == sorted(lines, key=lambda line: line.split("==")[0])
     assert len(PINS) == len(lines) > 50
 
 
-def test_it_names_what_the_project_asks_for_within_its_ranges() -> None:
+def test_constraints_satisfy_every_project_requirement() -> None:
     for requirement in project_requirements(("dev", "gateway", "plots", "valkey", "vision")):
         assert requirement.specifier.contains(PINS[requirement.name.lower().replace("_", "-")]), requirement
 
 
-def test_what_only_the_other_platform_needs_has_its_one_version() -> None:
+def test_mlx_metal_and_mlx_cpu_have_the_version_of_mlx() -> None:
     """mlx requires `mlx-metal` of its own version on a Mac, and `mlx-cpu` of its own version on Linux."""
     assert PINS["mlx-metal"] == PINS["mlx-cpu"] == PINS["mlx"]
 
@@ -43,7 +43,7 @@ def test_requirements_are_followed_through_extras_and_markers() -> None:
     assert needed([Requirement("uvicorn[standard]")])[0].keys() > needed([Requirement("uvicorn")])[0].keys()
 
 
-def test_what_differs_is_named() -> None:
+def test_disagreements_name_each_differing_package() -> None:
     versions, _ = needed_here()  # installed versions
     text = constraints(versions)
     assert list(disagreements(text)) == []
@@ -66,12 +66,12 @@ def resolve(*options: str, **env: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_it_resolves() -> None:
+def test_pip_resolves_the_project_with_the_constraints() -> None:
     """No index is used if the listed versions are installed, because `make` has resolved them before."""
     installed = not any(disagreements(TEXT))
     resolve("--no-build-isolation", ".[dev]", **({"PIP_NO_INDEX": "1"} if installed else {}))
 
 
 @pytest.mark.full
-def test_an_index_has_all_of_it() -> None:
+def test_the_package_index_has_every_constrained_version() -> None:
     resolve("--ignore-installed", *map(str, project_requirements(("dev",))))

@@ -55,7 +55,7 @@ def _loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("config", [{}, HYBRID], ids=["attention", "hybrid"])
-def test_nothing_is_lost_or_different(config: dict[str, Any]) -> None:
+def test_no_response_is_lost_or_changed_by_engine_deaths(config: dict[str, Any]) -> None:
     """tests/engine/process/ runs deaths of an engine with fewer requests."""
     report = run(12, 64, seed=2, **config)
     assert report.is_good, str(report)

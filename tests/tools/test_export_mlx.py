@@ -30,7 +30,9 @@ def folder(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_mlx_lm_and_we_generate_the_same(folder: Path, reference_model: Any, demo_tokenizer: Tokenizer) -> None:
+def test_mlx_lm_and_the_engine_generate_the_same_tokens(
+    folder: Path, reference_model: Any, demo_tokenizer: Tokenizer
+) -> None:
     prompt = demo_tokenizer.encode(PROMPT)
     expected = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=8)]
     model, tokenizer = load(str(folder))
@@ -75,7 +77,9 @@ def test_synthetic_pairs(folder: Path, demo_tokenizer: Tokenizer, tmp_path: Path
 
 
 @pytest.mark.full
-def test_a_draft_model_that_knows_nothing(folder: Path, demo_tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_random_draft_model_predicts_other_tokens_than_the_usual_model(
+    folder: Path, demo_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     """The draft model has the usual model's vocabulary but predicts other tokens."""
     export(tmp_path, drop_layers=range(1, 30), random_weights=True)
     prompt = mx.array(demo_tokenizer.encode(PROMPT))[None]
@@ -84,7 +88,7 @@ def test_a_draft_model_that_knows_nothing(folder: Path, demo_tokenizer: Tokenize
     assert not mx.any(mx.argmax(usual, axis=-1) == mx.argmax(random, axis=-1))
 
 
-def test_every_scenario_can_be_asked(one_layer: Path) -> None:
+def test_every_benchmark_scenario_makes_prompts_of_the_stated_lengths(one_layer: Path) -> None:
     """Prompts have the lengths in the scenario's title, and rounds differ."""
     from metal_engine.bench.tokens import load_prompt_tokenizer
 

@@ -31,7 +31,7 @@ def made() -> str:
     )
 
 
-def test_it_lists_every_dependency_once_with_the_version_of_the_constraints() -> None:
+def test_formula_lists_each_dependency_once_with_the_constrained_version() -> None:
     text = made()
     assert re.findall(r'resource "(.*)" do', text) == sorted(NAMES)
     for name in NAMES:
@@ -82,7 +82,7 @@ def test_the_check_of_the_syntax_sees_faults(old: str, new: str) -> None:
         (item("mlx", archive_info={}), "no SHA-256"),
     ],
 )
-def test_what_a_formula_cannot_have_is_refused(entry: dict[str, Any], problem: str) -> None:
+def test_formula_refuses_dependencies_without_a_web_wheel_or_sha256(entry: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         dependencies({"install": [entry]})
 

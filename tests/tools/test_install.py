@@ -31,7 +31,7 @@ sys.exit({status})
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_a_terminal_shows_it(status: int, tmp_path: Path) -> None:
+def test_a_terminal_shows_pip_progress_in_one_line(status: int, tmp_path: Path) -> None:
     """The test uses a fake pip."""
     (tmp_path / "pip.py").write_text(PIP.format(lines=LINES, status=status))
     env = {name: value for name, value in os.environ.items() if name != "CI"} | {"PYTHONPATH": str(tmp_path)}
@@ -52,7 +52,7 @@ def test_a_terminal_shows_it(status: int, tmp_path: Path) -> None:
     assert ("no such package" in lines[-1]) == ("Collecting" in lines[-1]) == (status != 0)
 
 
-def test_elsewhere_it_is_quiet(tmp_path: Path) -> None:
+def test_install_is_quiet_without_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "pip.py").write_text("import sys; assert '--quiet' in sys.argv; sys.exit(3)")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, str(TOOL), "-e", "."], capture_output=True, text=True, env=env, timeout=60)

@@ -71,7 +71,7 @@ def test_bytes_of_selected_keys_are_within_bounds_and_as_committed(shape) -> Non
 
 
 @pytest.mark.full
-def test_the_committed_table_is_what_the_report_writes() -> None:
+def test_the_committed_table_equals_the_report_output() -> None:
     text, lines = table()
     assert all(line.ratio <= line.shape.allowed for line in lines)
     assert text == TABLE.read_text()

@@ -13,7 +13,7 @@ from tools.benchmarks import server_against
 from tools.compare.peers import OURS, running
 
 
-def test_files_of_another_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unpack_extracts_all_files_of_a_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("METAL_ENGINE_CACHE", str(tmp_path))
     name, folder = server_against.unpack("HEAD")
     tree = subprocess.run(["git", "ls-tree", "--name-only", "HEAD"], cwd=server_against.ROOT, capture_output=True)

@@ -18,7 +18,7 @@ def jobs(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_every_job_ends_and_its_steps_do_one_thing(path: Path) -> None:
+def test_every_job_has_a_timeout_and_each_step_either_uses_or_runs(path: Path) -> None:
     for name, job in jobs(path.name).items():
         assert job.get("timeout-minutes", 0) in range(1, 121), name
         for step in job["steps"]:

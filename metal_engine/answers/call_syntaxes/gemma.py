@@ -13,8 +13,8 @@ from typing import Any
 
 from metal_engine.answers.call_syntaxes.lark import (
     GAP,
+    GrammarRules,
     NotExpressibleError,
-    Rules,
     TextNotExpressibleError,
     mark,
     string,
@@ -54,7 +54,7 @@ class GemmaSyntax:
         return Quotes({self.quote: re.escape(self.quote)}, after=":,}]")
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
-        rules = Rules()
+        rules = GrammarRules()
         calls = []
         for tool in tools:
             name = mark("call:" + checked_name(_NAME, tool.name))
@@ -139,7 +139,7 @@ class _Values:
     ``uniqueItems``.
     """
 
-    def __init__(self, rules: Rules, tool: ToolSchema, quote: str) -> None:
+    def __init__(self, rules: GrammarRules, tool: ToolSchema, quote: str) -> None:
         self._rules = rules
         self._tool = tool
         self._quote = quote

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, Rules, json_value, mark, string
+from metal_engine.answers.call_syntaxes.lark import GAP, GrammarRules, json_value, mark, string
 from metal_engine.answers.call_syntaxes.syntax import JSON_QUOTES, Quotes, checked_name, choice
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
 from metal_engine.answers.call_syntaxes.values import DECODER
@@ -19,7 +19,7 @@ _WORD = re.compile(r"[\w.-]{1,256}")
 _RECIPIENT = re.compile(r"[^\s<>:@]{1,256}")
 
 
-def _object(rules: Rules, tool: ToolSchema) -> str:
+def _object(rules: GrammarRules, tool: ToolSchema) -> str:
     """Return the name of a rule for the arguments of a tool."""
     return rules.arguments(tool, lambda one: json_value(one.schema, strict=one.is_strict))
 
@@ -39,7 +39,7 @@ class JSONSyntax:
         whole: marks that begin a call only if the call is the whole content.
     """
 
-    marks: tuple[tuple[str, Callable[[Rules, Sequence[ToolSchema], bool], str]], ...]
+    marks: tuple[tuple[str, Callable[[GrammarRules, Sequence[ToolSchema], bool], str]], ...]
     head: re.Pattern[str]
     tail: re.Pattern[str]
     end: re.Pattern[str]
@@ -51,7 +51,7 @@ class JSONSyntax:
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
         triggers = []
         for text, call in self.marks:
-            rules = Rules()
+            rules = GrammarRules()
             triggers.append(rules.trigger(text, call(rules, tools, parallel), is_whole=text in self.whole))
         return tuple(triggers)
 
@@ -69,7 +69,7 @@ class JSONSyntax:
         return calls if self.end.fullmatch(text, at) else None
 
 
-def json_call(rules: Rules, tools: Sequence[ToolSchema]) -> str:
+def json_call(rules: GrammarRules, tools: Sequence[ToolSchema]) -> str:
     """Return a Lark expression for a call that is a JSON object with ``name`` and ``arguments``."""
     options = [
         f"{string(json.dumps(tool.name, ensure_ascii=False))} {GAP} "
@@ -80,7 +80,7 @@ def json_call(rules: Rules, tools: Sequence[ToolSchema]) -> str:
     return f'{GAP} "{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} {one} {GAP} "}}" {GAP}'
 
 
-def _hermes(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+def _hermes(rules: GrammarRules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     return f"{json_call(rules, tools)} {mark('</tool_call>')}"
 
 
@@ -99,7 +99,7 @@ class Llama3Syntax(JSONSyntax):
     """Form of Llama 3's calls: one JSON object after a mark, or as the whole content."""
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
-        rules = Rules()
+        rules = GrammarRules()
         heads = []
         for tool in tools:
             arguments = f'{GAP} "," {GAP} "\\"parameters\\"" {GAP} ":" {GAP} {_object(rules, tool)} {GAP} "}}"'
@@ -123,7 +123,7 @@ LLAMA3 = Llama3Syntax(
 )
 
 
-def _mistral(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+def _mistral(rules: GrammarRules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     headed, listed = [], []
     for tool in tools:
         arguments = _object(rules, tool)
@@ -177,7 +177,7 @@ MISTRAL = MistralSyntax(
 )
 
 
-def _kimi_k2(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+def _kimi_k2(rules: GrammarRules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     begin, end = mark("<|tool_call_begin|>"), mark("<|tool_call_end|>")
     calls = [
         f"{string(checked_name(_RECIPIENT, tool.name))} /:[0-9]{{1,3}}/ {GAP} {mark('<|tool_call_argument_begin|>')} "
@@ -209,7 +209,7 @@ def _deepseek(before: str, after: str, closing: str) -> JSONSyntax:
     """
     begin, end = f"<｜tool▁call▁begin｜>{before}", f"{closing}<｜tool▁call▁end｜>"
 
-    def several(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+    def several(rules: GrammarRules, tools: Sequence[ToolSchema], parallel: bool) -> str:
         calls = [
             f"{string(checked_name(_RECIPIENT, tool.name))} {mark(after)} {_object(rules, tool)}" for tool in tools
         ]
@@ -225,7 +225,7 @@ DEEPSEEK_V3 = _deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```")
 DEEPSEEK_V31 = _deepseek("", "<｜tool▁sep｜>", "")
 
 
-def _harmony_call(rules: Rules, tools: Sequence[ToolSchema], header: str) -> str:
+def _harmony_call(rules: GrammarRules, tools: Sequence[ToolSchema], header: str) -> str:
     """Return the definition of the rule ``call`` for gpt-oss. The rule begins with the recipient, ``functions.NAME``.
 
     Args:
@@ -240,11 +240,11 @@ def _harmony_call(rules: Rules, tools: Sequence[ToolSchema], header: str) -> str
     return f'"functions." {choice([rules.rule(call) for call in calls])} {mark("<|call|>")}'
 
 
-def _to_recipient(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+def _to_recipient(rules: GrammarRules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     return _harmony_call(rules, tools, "")
 
 
-def _from_assistant(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+def _from_assistant(rules: GrammarRules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     return _harmony_call(rules, tools, f'{mark("<|channel|>")} ("commentary" | "analysis")')
 
 

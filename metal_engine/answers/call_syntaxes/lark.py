@@ -84,7 +84,7 @@ class TextNotExpressibleError(NotExpressibleError):
         super().__init__(f"requires a text with {listed}, which tool calls of this model cannot contain")
 
 
-class Rules:
+class GrammarRules:
     """Rules and terminals of one grammar. Equal definitions share a name."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, NameNotExpressibleError, Rules, json_value, mark, string
+from metal_engine.answers.call_syntaxes.lark import GAP, GrammarRules, NameNotExpressibleError, json_value, mark, string
 from metal_engine.answers.call_syntaxes.syntax import Quotes, checked_name, choice
 from metal_engine.answers.call_syntaxes.tags import object_text
 from metal_engine.answers.call_syntaxes.tool_schemas import Argument, ToolSchema
@@ -32,7 +32,7 @@ _CLOSING = re.compile(rf"{_SPACE}\)")
 _QUOTES = Quotes({'"': r'(?s:\\.)|"', "'": r"(?s:\\.)|'"}, after=":,)]}")
 
 
-def in_order(rules: Rules, items: Sequence[tuple[str, bool]], others: str | None) -> str:
+def in_order(rules: GrammarRules, items: Sequence[tuple[str, bool]], others: str | None) -> str:
     """Return the name of a rule for items in a fixed order, with commas between them.
 
     Args:
@@ -49,7 +49,7 @@ def in_order(rules: Rules, items: Sequence[tuple[str, bool]], others: str | None
     return first
 
 
-def other_names(rules: Rules, listed: Sequence[Argument], pattern: str) -> str:
+def other_names(rules: GrammarRules, listed: Sequence[Argument], pattern: str) -> str:
     """Return the name of a terminal for names of arguments that are not in ``listed``.
 
     Args:
@@ -81,18 +81,20 @@ class PythonicSyntax:
         return _QUOTES
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
-        rules = Rules()
+        rules = GrammarRules()
         one, more, _ = self._calls(rules, tools, parallel)
         opening = GAP if self.has_lines else f'{GAP} "[" {GAP}'
         marked = rules.trigger(self.mark, f"{opening} {one} {more} {GAP} {mark(self.end)}")
         if self.has_lines:
             return (marked,)
-        rules = Rules()
+        rules = GrammarRules()
         bare, more, arguments = self._calls(rules, tools, parallel)
         heads = tuple((f"{name}(", rules.rule(f"{rest} {more}")) for name, rest in arguments.items())
         return marked, rules.trigger("[", f"{bare} {more}", heads, is_whole=True)
 
-    def _calls(self, rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> tuple[str, str, dict[str, str]]:
+    def _calls(
+        self, rules: GrammarRules, tools: Sequence[ToolSchema], parallel: bool
+    ) -> tuple[str, str, dict[str, str]]:
         """Return the names of the rules of a list of calls, or of calls on lines.
 
         Returns:
@@ -108,7 +110,7 @@ class PythonicSyntax:
         more = f"({separator} {GAP} {one})*" if parallel else '""'
         return one, rules.rule(more if self.has_lines else f'{more} {GAP} "]"'), arguments
 
-    def _arguments(self, rules: Rules, tool: ToolSchema) -> str:
+    def _arguments(self, rules: GrammarRules, tool: ToolSchema) -> str:
         listed, others = tool.arguments()
         items = []
         for argument in listed:
@@ -122,7 +124,7 @@ class PythonicSyntax:
             other = f'{other_names(rules, listed, _OTHER_KEY)} "=" {self._value(rules, tool, others)}'
         return in_order(rules, items, other)
 
-    def _value(self, rules: Rules, tool: ToolSchema, schema: Any) -> str:
+    def _value(self, rules: GrammarRules, tool: ToolSchema, schema: Any) -> str:
         literals = python_literals(tool, schema)
         return rules.rule(" | ".join([json_value(tool.alone(schema), strict=tool.is_strict), *literals]))
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import Rules, containing, string
+from metal_engine.answers.call_syntaxes.lark import GrammarRules, containing, string
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
 from metal_engine.json_schemas.document import listed
 
@@ -19,7 +19,9 @@ _ANCHOR = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|([\^$])", re.DOTALL)
 _MAX_DEPTH = 32
 
 
-def text_terminal(rules: Rules, tool: ToolSchema, schema: Any, *, end: str, without: Sequence[str] = ()) -> str | None:
+def text_terminal(
+    rules: GrammarRules, tool: ToolSchema, schema: Any, *, end: str, without: Sequence[str] = ()
+) -> str | None:
     """Return the name of a terminal for the strings that a schema allows; None if the schema allows no string.
 
     The terminal ignores the keyword ``format``, and each ``pattern`` that terminals cannot express.
@@ -52,7 +54,7 @@ def length_limits(schema: dict[str, Any], low: str, high: str) -> tuple[int, int
 
 def is_limited(tool: ToolSchema, schema: Any) -> bool:
     """Return True if a schema excludes some strings, or all."""
-    return _Strings(Rules(), tool).terminal(schema, 0) != _Strings(Rules(), tool).any_text
+    return _Strings(GrammarRules(), tool).terminal(schema, 0) != _Strings(GrammarRules(), tool).any_text
 
 
 class _Strings:
@@ -64,7 +66,7 @@ class _Strings:
         without: regular expressions, in slashes. Constants that match one of them are left out.
     """
 
-    def __init__(self, rules: Rules, tool: ToolSchema, without: Sequence[str] = ()) -> None:
+    def __init__(self, rules: GrammarRules, tool: ToolSchema, without: Sequence[str] = ()) -> None:
         self._rules = rules
         self._tool = tool
         self._without = [re.compile(pattern[1:-1]) for pattern in without]

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from metal_engine.answers.call_syntaxes.json_formats import HERMES, json_call
-from metal_engine.answers.call_syntaxes.lark import GAP, Rules, TextNotExpressibleError, containing, json_value, mark
+from metal_engine.answers.call_syntaxes.lark import (
+    GAP,
+    GrammarRules,
+    TextNotExpressibleError,
+    containing,
+    json_value,
+    mark,
+)
 from metal_engine.answers.call_syntaxes.strings import text_terminal
 from metal_engine.answers.call_syntaxes.syntax import JSON_QUOTES, Quotes, choice
 from metal_engine.answers.call_syntaxes.tags import TagSyntax, expression
@@ -53,7 +60,7 @@ class _LongCat(TagSyntax):
         tags = super().quotes(tools)
         return replace(tags, pairs={**tags.pairs, **JSON_QUOTES.pairs}, after=tags.after + JSON_QUOTES.after)
 
-    def _any_call(self, rules: Rules, tools: Sequence[ToolSchema]) -> str:
+    def _any_call(self, rules: GrammarRules, tools: Sequence[ToolSchema]) -> str:
         return choice([rules.rule(super()._any_call(rules, tools)), rules.rule(json_call(rules, tools))])
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
@@ -111,7 +118,7 @@ MINICPM5 = _MiniCPM5(
 class _TypedTagSyntax(TagSyntax):
     """Form of calls in which the opening tag of an argument names the type of the value."""
 
-    def _text(self, rules: Rules, tool: ToolSchema, schema: Any) -> str | None:
+    def _text(self, rules: GrammarRules, tool: ToolSchema, schema: Any) -> str | None:
         """Return the name of a terminal for the strings that a schema allows; None if the form cannot express any."""
         without = [containing(text) for text in self.without]
         return text_terminal(rules, tool, schema, end=self.value_end, without=without)
@@ -135,7 +142,7 @@ class _KimiK3(_TypedTagSyntax):
             is_json=lambda name: name is None or tags.is_json(name),
         )
 
-    def _arguments(self, rules: Rules, tool: ToolSchema) -> str:
+    def _arguments(self, rules: GrammarRules, tool: ToolSchema) -> str:
         arguments = json_value(tool.schema, strict=tool.is_strict)
         whole = f"{mark(_JSON_OPENING)} {arguments} {mark(_JSON_CLOSING)} {GAP} {mark(self.call_end)} {GAP}"
         try:
@@ -156,7 +163,7 @@ class _KimiK3(_TypedTagSyntax):
             return None
         return text[start:end], after_space(text, after + len(self.call_end))
 
-    def _argument(self, rules: Rules, tool: ToolSchema, name: str, schema: Any) -> str:
+    def _argument(self, rules: GrammarRules, tool: ToolSchema, name: str, schema: Any) -> str:
         kinds = tool.kinds(schema)
         options = []
         terminal = self._text(rules, tool, schema) if "string" in kinds else None
@@ -203,7 +210,7 @@ class _DSML(_TypedTagSyntax):
     The opening tag of an argument has ``string="true"`` if the value is a string. Other values are JSON.
     """
 
-    def _argument(self, rules: Rules, tool: ToolSchema, name: str, schema: Any) -> str:
+    def _argument(self, rules: GrammarRules, tool: ToolSchema, name: str, schema: Any) -> str:
         kinds = tool.kinds(schema)
         options = []
         terminal = self._text(rules, tool, schema) if "string" in kinds else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, mark, string
+from metal_engine.answers.call_syntaxes.lark import GAP, GrammarRules, NotExpressibleError, mark, string
 from metal_engine.answers.call_syntaxes.syntax import Quotes, checked_name, choice
 from metal_engine.answers.call_syntaxes.tool_schemas import KINDS, ToolSchema
 from metal_engine.answers.call_syntaxes.values import RawValues, after_space
@@ -86,30 +86,30 @@ class TagSyntax:
     # --- grammar ---
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
-        rules = Rules()
+        rules = GrammarRules()
         one = rules.rule(self._any_call(rules, tools))
         several = f"{one}+" if parallel and self.several else one
         triggers = [rules.trigger(self.mark, f"{GAP} {several} {mark(self.end)}")]
         if self.bare:
-            rules = Rules()
+            rules = GrammarRules()
             opening, closing = self.call.split("{name}")
             calls = [f"{mark(tool.name)} {mark(closing)} {self._arguments_rule(rules, tool)}" for tool in tools]
             one = choice([rules.rule(call) for call in calls])
             triggers.append(rules.trigger(opening, f"{one} {mark(self.end)}"))
         return tuple(triggers)
 
-    def _any_call(self, rules: Rules, tools: Sequence[ToolSchema]) -> str:
+    def _any_call(self, rules: GrammarRules, tools: Sequence[ToolSchema]) -> str:
         """Return a Lark expression for a call of any of the tools."""
         return choice([self._call(rules, tool) for tool in tools])
 
-    def _call(self, rules: Rules, tool: ToolSchema) -> str:
+    def _call(self, rules: GrammarRules, tool: ToolSchema) -> str:
         name = checked_name(_NAME, tool.name)
         return rules.rule(f"{expression(self.call, name=mark(name))} {self._arguments_rule(rules, tool)}")
 
-    def _arguments_rule(self, rules: Rules, tool: ToolSchema) -> str:
+    def _arguments_rule(self, rules: GrammarRules, tool: ToolSchema) -> str:
         return rules.arguments(tool, partial(self._arguments, rules))
 
-    def _arguments(self, rules: Rules, tool: ToolSchema) -> str:
+    def _arguments(self, rules: GrammarRules, tool: ToolSchema) -> str:
         listed, others = tool.arguments()
         parts = [GAP]
         for argument in listed:
@@ -128,7 +128,7 @@ class TagSyntax:
         ending = [mark(self.call_end), GAP] if self.call_end else []
         return rules.rule(" ".join([*parts, *ending]))
 
-    def _argument(self, rules: Rules, tool: ToolSchema, name: str, schema: Any) -> str:
+    def _argument(self, rules: GrammarRules, tool: ToolSchema, name: str, schema: Any) -> str:
         """Return the name of a rule for an argument: opening tag, value and closing tag.
 
         Args:

@@ -9,8 +9,8 @@ from typing import Any
 
 from metal_engine.answers.call_syntaxes.lark import (
     GAP,
+    GrammarRules,
     NotExpressibleError,
-    Rules,
     TextNotExpressibleError,
     containing,
     escaped,
@@ -103,7 +103,7 @@ class RawValues:
         self._python = python
         self._untyped = untyped
 
-    def grammar(self, rules: Rules, tool: ToolSchema, schema: Any) -> str:
+    def grammar(self, rules: GrammarRules, tool: ToolSchema, schema: Any) -> str:
         """Return the name of a rule for a value that a schema allows, including the text that ends the value.
 
         Raises:

@@ -14,7 +14,7 @@ import numpy as np
 
 from metal_engine.engine.process.packed_images import InputArrays, packed_images, unpacked_images
 from metal_engine.engine.process.packed_results import packed_output
-from metal_engine.engine.process.wire import Rules, Sampling, Submit, checked
+from metal_engine.engine.process.wire import PackedRules, Sampling, Submit, checked
 from metal_engine.lora_adapter import Adapter
 from metal_engine.output_phases import CallPhase, OutputPhases
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
@@ -75,7 +75,7 @@ def packed_request(
         prompt=packed_ids(prepared.prompt_token_ids),
         sampling=_packed_params(prepared.params),
         max_tokens=prepared.max_tokens,
-        rules=Rules(
+        rules=PackedRules(
             rules.stop_token_ids.tobytes(),
             [(before, list(last)) for before, last in rules.bad_words.items()],
             None if rules.allowed is None else rules.allowed.tobytes(),

@@ -44,7 +44,7 @@ Logprobs = tuple[int, float, int, tuple[tuple[int, float], ...]]  # fields of To
 class Sampling(Part):
     """The part of :class:`metal_engine.sampling_params.SamplingParams` that the engine reads.
 
-    Parameters that become :class:`Rules` are reduced to flags: the engine reads only whether they are set.
+    Parameters that become :class:`PackedRules` are reduced to flags: the engine reads only whether they are set.
     """
 
     temperature: float
@@ -67,7 +67,7 @@ class Sampling(Part):
     has_phase_rules: bool
 
 
-class Rules(Part):
+class PackedRules(Part):
     """:class:`metal_engine.token_rules.TokenRules` with its arrays as bytes.
 
     ``grammar`` is the number of the :class:`MakeGrammar` call that made the grammar; None without a grammar.
@@ -185,7 +185,7 @@ class Submit(Message):
     prompt: bytes
     sampling: Sampling
     max_tokens: int
-    rules: Rules
+    rules: PackedRules
     seed: int
     options: RequestOptions | None
     eos_token_ids: list[int]

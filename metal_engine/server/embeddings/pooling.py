@@ -163,7 +163,7 @@ async def pool(pooling: PoolingRequest, task: PoolingTask, num_prompts: int) -> 
     prompt_lens = [len(request.prompt_token_ids) for request in requests]
     reservation = served.queue_limit.admit(prompt_lens)
     request_id = f"{task.id_prefix}-{uuid.uuid4().hex}"
-    run = _Run(engine, request_id, requests, pooling.options, reservation, served.queue_limit.request_timeout)
+    run = _PoolingRun(engine, request_id, requests, pooling.options, reservation, served.queue_limit.request_timeout)
     outputs = await run.outputs()
     num_tokens = sum(prompt_lens)
     num_cached = sum(output.num_cached_tokens for output in outputs)
@@ -214,7 +214,7 @@ def _check_num_values(served: ServedModel, task: PoolingTask, params: PoolingPar
         )
 
 
-class _Run:
+class _PoolingRun:
     """Requests in the engine that belong to one request of a client.
 
     Args:

@@ -101,7 +101,7 @@ class _StrictRequest(Request):
 
     def _validated(self, body: bytes) -> Any:
         value = loads(body)
-        return value if self._model is None else large_bodies.in_turn(len(body), validated, self._model, value)
+        return value if self._model is None else large_bodies.one_at_a_time(len(body), validated, self._model, value)
 
 
 class StrictJSONRoute(APIRoute):

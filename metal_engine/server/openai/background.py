@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Run:
+class _BackgroundRun:
     """Generation of a response in the background.
 
     Attributes:
@@ -65,7 +65,7 @@ class BackgroundResponses:
         self._models = models
         self._store = store
         # Weak keys: entries of responses that the store has dropped disappear.
-        self._runs: WeakKeyDictionary[ResponseState, _Run] = WeakKeyDictionary()
+        self._runs: WeakKeyDictionary[ResponseState, _BackgroundRun] = WeakKeyDictionary()
         self._is_ending = False
         self.num_ended: Counter[tuple[str, str]] = Counter()
 
@@ -94,7 +94,7 @@ class BackgroundResponses:
         is_ready = self._models.is_ready(chat.model)
         state = ResponseState(asked, chat.model or self._models.names[0])
         self._store.put_unfinished(state)
-        run = self._runs[state] = _Run(is_awaited=is_ready)
+        run = self._runs[state] = _BackgroundRun(is_awaited=is_ready)
         self._log(state, run, state.create())
         run.task = asyncio.create_task(self._run(state, run, request, chat))
         try:
@@ -164,19 +164,19 @@ class BackgroundResponses:
         for task in unfinished:
             task.cancel()
 
-    def _log(self, state: ResponseState, run: _Run, events: bytes) -> None:
+    def _log(self, state: ResponseState, run: _BackgroundRun, events: bytes) -> None:
         before = run.log.num_characters
         run.log.append(events)
         self._grow(state, run, run.log.num_characters - before)
 
-    def _grow(self, state: ResponseState, run: _Run, num_characters: int) -> None:
+    def _grow(self, state: ResponseState, run: _BackgroundRun, num_characters: int) -> None:
         """Count more characters of a response. If the store is then too large, drop the response's oldest events."""
         while not self._store.grow(state.id, num_characters) and run.log.num_characters:
             before = run.log.num_characters
             run.log.shrink()
             num_characters = run.log.num_characters - before
 
-    async def _run(self, state: ResponseState, run: _Run, request: Request, chat: ChatCompletionBody) -> None:
+    async def _run(self, state: ResponseState, run: _BackgroundRun, request: Request, chat: ChatCompletionBody) -> None:
         try:
             await self._generate(state, run, request, chat)
         except asyncio.CancelledError:
@@ -197,7 +197,9 @@ class BackgroundResponses:
                 self.num_ended[state.model, state.status] += 1
             logger.info("response %s in the background: %s", state.id, state.status)
 
-    async def _generate(self, state: ResponseState, run: _Run, request: Request, chat: ChatCompletionBody) -> None:
+    async def _generate(
+        self, state: ResponseState, run: _BackgroundRun, request: Request, chat: ChatCompletionBody
+    ) -> None:
         # The model must stay loaded after the client's request has ended.
         with self._models.detached(request, chat.model) as own, renaming(RENAMED):
             served = await self._models.use(own, chat.model)

@@ -236,14 +236,14 @@ def error_of(name: str, head: DraftHead) -> float:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
+def test_draft_head_logits_equal_the_published_definition(name: str, tmp_path: Path) -> None:
     assert error_of(name, loaded(name, tmp_path)(published(name).model)) < 1e-4
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name.startswith("glm4") else []) for name in FAMILIES]
 )
-def test_outputs_are_those_without_and_drafts_those_of_the_definition(
+def test_drafts_equal_the_definition_and_do_not_change_outputs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = FAMILIES[name]

@@ -106,7 +106,7 @@ def test_revisions(hub: FakeHub, tmp_path: Path) -> None:
         find_sidecar("org/alone", "v3", str(tmp_path))
 
 
-def test_what_is_not_a_head_is_refused_before_a_download(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_repository_without_a_draft_head_is_refused_before_a_download(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="org/plain has no weights of a draft head"):
         find_sidecar("org/plain", None, str(tmp_path))
     with pytest.raises(ModelLoadError, match="no repository org/nothing"):

@@ -95,7 +95,9 @@ def test_mlx_vlm_shifts_norms_by_the_prefix(dense: nn.Module, dense_head: Weight
     assert all(mx.allclose(by_mlx_vlm[name], array, atol=1e-6) for name, array in dense_head.items())
 
 
-def test_norms_of_which_nothing_is_known_are_refused(dense: nn.Module, dense_head: Weights, tmp_path: Path) -> None:
+def test_heads_with_an_unknown_norm_convention_are_refused(
+    dense: nn.Module, dense_head: Weights, tmp_path: Path
+) -> None:
     converted = {"language_model.model.layers.0.linear_attn.conv1d.weight": mx.zeros((8, 4, 1))}
     for weights in (dense_head, with_prefix(dense_head) | converted):
         with pytest.raises(ModelLoadError, match=r'set "norms" to "shifted"'):

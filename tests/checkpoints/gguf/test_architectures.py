@@ -191,7 +191,7 @@ def test_types_and_memory(tmp_path: Path, name: str, default: str, dequantize: b
         assert counted == sum(array.nbytes for array in arrays)
 
 
-def test_mxfp4_stays_as_it_is(tmp_path: Path) -> None:
+def test_mxfp4_weights_are_loaded_without_requantization(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", CONFIGS["gpt-oss"])
     model, config = load_gguf_model(path, mx.float32, dequantize=False)
     settings = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
@@ -361,7 +361,7 @@ def test_huge_sizes_are_refused(tmp_path: Path, name: str, method: str, value: i
 
 @pytest.mark.full
 @NAMES
-def test_the_fixture_is_what_llama_cpp_says(tmp_path: Path, name: str) -> None:
+def test_fixture_logits_equal_the_results_of_llama_cpp(tmp_path: Path, name: str) -> None:
     """Fails without ``llama-cpp-python``; it is not skipped."""
     from tools.fixtures.llama_cpp import LlamaCpp
 

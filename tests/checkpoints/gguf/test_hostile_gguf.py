@@ -184,7 +184,7 @@ def test_all_arrays_together_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
         read_gguf_header(path)
 
 
-def test_the_header_ends_where_headers_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_over_the_size_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(header, "MAX_HEADER_BYTES", 1000)
     path = tmp_path / "m.gguf"
     path.write_bytes(file([], [word("a", "x" * 900)]))
@@ -238,7 +238,7 @@ def test_any_truncation_is_noticed(tmp_path: Path, small_file: tuple[bytes, int]
             read_gguf_header(path)
 
 
-def test_damaged_headers_never_raise_anything_else(tmp_path: Path, small_file: tuple[bytes, int]) -> None:
+def test_damaged_headers_raise_only_model_load_errors(tmp_path: Path, small_file: tuple[bytes, int]) -> None:
     content, size = small_file
     generator = np.random.default_rng(11)
     path = tmp_path / "damaged.gguf"

@@ -54,7 +54,7 @@ def test_first_token_logits(reference_model: Any, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-def test_fixture_is_what_llama_cpp_says(demo_path: Path) -> None:
+def test_fixture_equals_the_results_of_llama_cpp(demo_path: Path) -> None:
     """Fails without ``llama-cpp-python``; it is not skipped."""
     made = make_fixture(demo_path)
     assert made["texts"] == FIXTURE["texts"]

@@ -196,7 +196,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("pre", PUBLISHED)
-def test_words_are_those_of_the_published_pattern(tmp_path: Path, pre: str) -> None:
+def test_pre_tokenizer_splits_words_like_the_published_pattern(tmp_path: Path, pre: str) -> None:
     """The words are those that the module ``regex`` finds, an independent implementation of regular expressions."""
     ours = load_gguf_tokenizer(write_byte_level(tmp_path, pre, OF_LLAMA_CPP, add_bos_token=False))
     split = ours.backend_tokenizer.pre_tokenizer

@@ -65,7 +65,7 @@ def assert_whole(folder: Path) -> None:
         assert (folder / name).read_bytes() == content
 
 
-def test_a_killed_download_goes_on(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_killed_download_resumes_from_the_partial_file(hub: FakeHub, tmp_path: Path) -> None:
     cache, name = tmp_path / "cache", "model-00001-of-00002.safetensors"
     part = leave_partial(cache, name, WEIGHTS[name][:1_000_000])
     assert_whole(pull("org/plain", cache))
@@ -76,7 +76,9 @@ def test_a_killed_download_goes_on(hub: FakeHub, tmp_path: Path) -> None:
     assert hub.file_bytes == before
 
 
-def test_a_broken_connection_is_taken_up_again(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_resumes_after_a_broken_connection(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub_download, "_CHUNK_BYTES", 1 << 14)
     hub.repos["org/plain"].cut_after = 700_000
     assert_whole(pull("org/plain", tmp_path / "cache"))
@@ -84,14 +86,18 @@ def test_a_broken_connection_is_taken_up_again(hub: FakeHub, tmp_path: Path, mon
     assert TOTAL <= hub.file_bytes <= TOTAL + 2 * (1 << 14) + 1000
 
 
-def test_a_hub_that_gives_no_sizes(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_download_from_a_hub_that_reports_no_sizes(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repo = find_repo("org/plain", None)
     without = replace(repo, files={name: replace(file, size=0) for name, file in repo.files.items()})
     hub_download.download(without, list(WEIGHTS), str(tmp_path / "cache"))
     assert_whole(tmp_path / "cache" / "models--org--plain" / "snapshots" / repo.commit)
 
 
-def test_a_hub_that_sends_no_byte_is_given_up(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_fails_after_repeated_empty_responses(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Responses end without an error, and without content."""
     attempts: list[str] = []
     monkeypatch.setattr(hub_download, "_append", lambda repo, name, *rest: attempts.append(name))

@@ -114,7 +114,7 @@ def check_errors(results: list[list[Any]], cases: list[tuple[dict[str, Any], lis
 
 
 @pytest.mark.usefixtures("asked")
-def test_errors_say_what_is_wrong_and_what_to_do() -> None:
+def test_load_errors_name_the_problem_and_the_remedy() -> None:
     check_errors(load_all([case for case, _ in ERRORS]), ERRORS)
 
 
@@ -185,7 +185,9 @@ def silent() -> Iterator[Address]:
         yield server.getsockname()
 
 
-def test_a_hub_that_never_answers_is_given_up(silent: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_whose_connections_hang_is_reported_as_unreachable(
+    silent: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub, "CONNECT_SECONDS", 0.2)
     use_endpoint(f"http://127.0.0.1:{silent[1]}", monkeypatch)
     ((kind, text),) = load_all([{"model": "org/plain"}])
@@ -228,13 +230,13 @@ def test_a_proxy_is_checked_in_place_of_the_hub(variable: str, monkeypatch: pyte
     assert asked == [("proxy.invalid", 8080)]
 
 
-def test_a_hub_whose_name_is_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_hub_host_name_is_reported_as_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     use_endpoint(f"http://{'x' * 70}.org", monkeypatch)
     with pytest.raises(hub.HubUnreachableError, match="label"):
         hub.check_reachable()
 
 
-def test_a_hub_that_accepts_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_never_responds_times_out_after_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub is given up after one request, which takes one time limit."""
     monkeypatch.setattr(hub, "CONNECT_SECONDS", 0.2)
     received: list[bytes] = []
@@ -255,7 +257,7 @@ def test_a_hub_that_accepts_and_never_answers_is_given_up(monkeypatch: pytest.Mo
     assert len(requests) == 1 and requests[0].startswith(b"HEAD ")
 
 
-def test_a_plain_404_is_told_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_404_without_details_gives_an_error_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeHub({}, says_why=False) as server:
         use_endpoint(server.url, monkeypatch)
         results = load_all([{"model": "demoo"}, {"model": "org/nothing"}])
@@ -286,7 +288,9 @@ def write_repo(folder: Path, config: dict[str, Any] | None, **weights: dict[str,
     return Repo(folder)
 
 
-def test_what_cannot_run_is_refused_for_little(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_run_are_refused_without_a_weight_download(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model is refused from its configuration and headers, without its weights, which have at least 5 MB here."""
     other = write_repo(tmp_path / "other", {**BIG_LLAMA}, adapter=SMALL_TENSORS)
     (other.folder / "pytorch_model.bin").write_bytes(bytes(5_000_000))

@@ -109,7 +109,7 @@ def test_a_shutdown_ends_open_requests(engine: AsyncEngine, timeout: float) -> N
     assert end.finish_reason == "error" and end.error is not None and "was shut down" in end.error
 
 
-def test_a_process_sends_everything_before_it_ends() -> None:
+def test_an_engine_process_flushes_the_channel_before_exit() -> None:
     flushed: list[bool] = []
     channel: Any = SimpleNamespace(
         receive=lambda: wire.encode(wire.Shutdown()), send=lambda message: None, flush=lambda: flushed.append(True)
@@ -180,7 +180,7 @@ def test_requests_abort_and_numbers(shared: AsyncEngine) -> None:
     assert shared.stats.num_used_blocks == 0 and shared.num_waiting == 0
 
 
-def test_a_watch_gets_only_its_own_frames(shared: AsyncEngine) -> None:
+def test_a_replaced_observer_gets_no_further_frames(shared: AsyncEngine) -> None:
     async def run() -> None:
         frames: list[tuple[int, object]] = []
         for i in range(3):
@@ -269,7 +269,7 @@ def test_a_process_that_breaks_in_a_step(after: str, message: str, caplog: pytes
         check_end(engine, caplog, message)
 
 
-def test_a_process_that_reads_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_fail_if_the_engine_process_stops_reading_messages(caplog: pytest.LogCaptureFixture) -> None:
     engine = started("fake", limits={"stall_seconds": 0.5}, max_model_len=100_000, num_blocks=20_000)
 
     async def run() -> list[RequestOutput]:

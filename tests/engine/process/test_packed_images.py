@@ -113,7 +113,7 @@ def test_requests_share_the_inputs_of_equal_images_until_the_last_has_ended() ->
     assert [one.key for one in remote.inputs_of(images)] == [2, 3]
 
 
-def test_an_engine_in_a_process_of_its_own_gets_images() -> None:
+def test_image_requests_resume_after_the_engine_process_dies() -> None:
     """Its process is killed in the middle of the output. The next process encodes the images again."""
     tiny = tiny_vision("qwen3_vl")
     prompt = vision_prompt(tiny, (3, (2, 2, 2), 2, (6, 4, 3), 11))

@@ -180,7 +180,7 @@ def test_adapters_that_are_gone_or_have_changed(
         assert engine.load_adapter(name, "d", root).name == name
 
 
-def test_an_adapter_that_is_unloaded_before_its_load_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_returns_the_adapter_even_if_unloaded_before_the_return(monkeypatch: pytest.MonkeyPatch) -> None:
     """The load returns the adapter, as the registry in the process of the engine does."""
     calls = EngineCalls(lambda message: None, threading.RLock())
     remote = RemoteAdapters(calls, [])
@@ -195,7 +195,7 @@ def test_an_adapter_that_is_unloaded_before_its_load_returns(monkeypatch: pytest
     assert remote.find("x") is None
 
 
-def test_an_adapter_in_use_is_found_while_its_place_is_checked() -> None:
+def test_find_returns_an_adapter_in_use_during_a_drop_of_unused_adapters() -> None:
     calls = EngineCalls(lambda message: None, threading.RLock())
     remote = RemoteAdapters(calls, [wire.LoadedAdapter("x", "folder", 1, 2, "fingerprint", None)])
     used, found = remote.find("x"), queue.SimpleQueue()  # type: queue.SimpleQueue[Adapter | None]

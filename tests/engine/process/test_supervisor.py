@@ -149,7 +149,7 @@ def test_a_request_that_kills_fails_alone(num_tokens: int) -> None:
         engine.shutdown()
 
 
-def test_an_engine_whose_thread_ends(tmp_path: Path) -> None:
+def test_requests_resume_without_errors_after_the_engine_thread_ends(tmp_path: Path) -> None:
     """The errors of its requests do not reach the clients."""
     engine = started("mortal", max_restarts=10, marker=str(tmp_path / "marker"))
     try:

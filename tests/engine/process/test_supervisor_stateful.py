@@ -207,9 +207,7 @@ class Supervision(RuleBasedStateMachine):
         assert all(process.has_ended for process in self.processes)
 
 
-def test_a_request_that_failed_too_often_gets_its_error_though_a_resumption_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_over_the_failure_limit_fails_even_if_a_resumption_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Supervision()
     machine.submit(prompt=[1])
     machine.submit(prompt=[2])

@@ -230,7 +230,7 @@ def test_new_fields_must_be_sent_or_listed_here() -> None:
     for ours, theirs, others in (
         (SamplingParams, wire.Sampling, of_client),
         (PreparedRequest, wire.Submit, {"prompt_token_ids", "params", "stop_automaton"}),
-        (TokenRules, wire.Rules, set()),
+        (TokenRules, wire.PackedRules, set()),
         (RequestOutput, wire.Output, of_text),
         (Adapter, wire.LoadedAdapter, set()),
     ):
@@ -379,7 +379,7 @@ def test_unknown_errors_keep_their_words() -> None:
 
 
 @given(st.binary(max_size=200) | st.binary(max_size=40).map(lambda data: wire.encode(wire.Watch(1))[:-1] + data))
-def test_any_bytes_raise_nothing_else(data: bytes) -> None:
+def test_decoding_arbitrary_bytes_raises_only_wire_errors(data: bytes) -> None:
     for decode in (wire.decode_to_engine, wire.decode_from_engine):
         try:
             decode(data)
@@ -388,7 +388,7 @@ def test_any_bytes_raise_nothing_else(data: bytes) -> None:
 
 
 @given(st.data())
-def test_damaged_messages_raise_nothing_else(data: st.DataObject) -> None:
+def test_decoding_damaged_messages_raises_only_wire_errors(data: st.DataObject) -> None:
     """Bytes of valid messages are changed, so that many of them still decode."""
     output, prepared = data.draw(OUTPUTS), data.draw(PREPARED)
     metrics = EngineMetrics()

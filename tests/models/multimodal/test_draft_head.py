@@ -108,7 +108,7 @@ def drafts_of(model: Model, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
     ],
     ids=str,
 )
-def test_drafts_are_those_of_the_reference(
+def test_drafts_with_images_equal_the_uncached_reference(
     model: Model, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = drafts_of(model, monkeypatch, **options)

@@ -111,7 +111,7 @@ def test_equal_tokens_with_different_images() -> None:
     assert engine.stats.images_encoded == 2  # the third prompt computes no token of its image
 
 
-def test_a_request_continues_after_its_output_so_far() -> None:
+def test_a_request_with_images_resumes_after_generated_tokens() -> None:
     """The prompt's images are computed again, as after the end of an engine's process."""
     prompts, expected = cases_of("qwen3_vl")
     engine = make_engine(tiny_vision("qwen3_vl"), budget=20)

@@ -36,7 +36,7 @@ def test_requests_that_need_their_tokens_on_the_host_have_drafts(num_requests: i
 
 
 @pytest.mark.parametrize("measured", [(), (4, 4, 4)], ids=["no step ahead", "larger ones only"])
-def test_they_have_drafts_whatever_is_known_of_steps_ahead(measured: tuple[int, ...]) -> None:
+def test_host_token_requests_get_drafts_without_known_async_step_times(measured: tuple[int, ...]) -> None:
     harness = make_harness(num_drafts=4, ahead_seconds=0.1)
     ahead = AsyncPlanning()
     for i, num_rows in enumerate(measured):
@@ -50,7 +50,7 @@ def test_they_have_drafts_whatever_is_known_of_steps_ahead(measured: tuple[int, 
     harness.drain()
 
 
-def test_steps_ahead_have_them_every_second_time() -> None:
+def test_async_comparison_counts_half_of_the_host_token_requests_per_step() -> None:
     """The comparison with asynchronous planning uses the true number of rows."""
     asked: list[float] = []
 
@@ -67,7 +67,7 @@ def test_steps_ahead_have_them_every_second_time() -> None:
     assert asked[0] == 3 and set(asked) >= {3} and max(asked) <= 4
 
 
-def test_a_step_ahead_holds_nobody_up_any_more() -> None:
+def test_a_suspended_request_may_have_drafts_after_an_async_step() -> None:
     """A request with a late mask may have drafts again after its next step, whichever way that step is planned."""
     harness = make_harness(num_drafts=4, ahead_seconds=1e-6)
     speculation = harness.scheduler.speculation
@@ -115,7 +115,7 @@ def test_steps_do_not_wait_for_drafts_that_there_is_no_room_for(name: str, metho
     harness.drain()
 
 
-def test_room_is_taken_from_what_decodes_leave() -> None:
+def test_draft_capacity_is_limited_to_blocks_and_work_left_by_decodes() -> None:
     """The limits are blocks, and attention work: 1 + 2 + ... for the keys that each row attends to."""
     blocks = BlockManager(8, 4)
     requests = [Request(name, list(range(n)), SamplingParams(), max_tokens=50) for name, n in (("a", 8), ("b", 9))]
@@ -207,7 +207,7 @@ def test_chunks_of_a_prompt_are_planned_ahead() -> None:
     harness.drain()
 
 
-def test_a_request_that_ends_before_its_probe_is_released() -> None:
+def test_abort_releases_the_request_selected_for_a_probe() -> None:
     """The request holds its images and its adapter's slot, even if no step follows."""
     harness, speculative = async_harness()
     ahead = KnownAheadTimes(1e-6)
@@ -223,7 +223,7 @@ def test_a_request_that_ends_before_its_probe_is_released() -> None:
     harness.drain()
 
 
-def test_a_step_without_anything_to_do_changes_nothing() -> None:
+def test_an_empty_step_does_not_interrupt_the_step_time_measurement() -> None:
     """The empty step is planned while the request's token is in flight.
 
     The measurement of the step in flight continues.
@@ -237,7 +237,7 @@ def test_a_step_without_anything_to_do_changes_nothing() -> None:
     harness.drain()
 
 
-def test_what_is_computed_again_fits_into_what_is_left() -> None:
+def test_recomputation_after_a_rejection_stays_within_the_token_budget() -> None:
     """A request resumes from its state before the drafts, with as many rows as the budget allows."""
     harness = make_harness(num_drafts=6, num_right=5, num_state_slots=12)
     harness.submit("a", make_prompt(0, 4), 40)

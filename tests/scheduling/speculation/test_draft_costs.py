@@ -191,14 +191,14 @@ def test_a_draft_model_that_is_wrong_costs_little(
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, pytest.param(16, marks=pytest.mark.full)])
-def test_it_costs_little_beside_steps_ahead(num_requests: int) -> None:
+def test_a_useless_draft_model_costs_little_with_async_scheduling(num_requests: int) -> None:
     """The budget for probes is a fraction of the time of steps. Idle time does not count."""
     found, draft_model = ratio(num_requests, NEVER, num_turns=2, length=550, is_ahead=True, up_seconds=86_400.0)
     assert found <= 1.05 and draft_model.num_forwards > 10
 
 
 @pytest.mark.parametrize("forward_seconds", [pytest.param(0.1, marks=pytest.mark.full), 0.3])
-def test_it_costs_little_in_many_short_requests(forward_seconds: float) -> None:
+def test_a_useless_draft_model_costs_little_with_many_short_requests(forward_seconds: float) -> None:
     assert ratio(2, NEVER, forward_seconds=forward_seconds, num_turns=30, length=40)[0] <= 1.06
 
 
@@ -214,13 +214,13 @@ def test_right_drafts_pay(is_head: bool, num_requests: int, forward_seconds: flo
 
 
 @pytest.mark.parametrize("is_head", [False, True])
-def test_drafts_resume_once_they_are_right(is_head: bool) -> None:
+def test_drafting_resumes_when_drafts_become_right(is_head: bool) -> None:
     """Only the second half of the outputs can be predicted. Probes detect this, and a draft model catches up."""
     found, drafter = ratio(1, 150, forward_seconds=0.1, is_head=is_head)
     assert found <= 0.8 and (is_head or drafter.max_chunk > 20)
 
 
-def test_a_draft_model_as_large_as_the_model_is_not_asked_for_long() -> None:
+def test_a_draft_model_as_slow_as_the_target_soon_stops_drafting() -> None:
     """The cost of such a model is not worthwhile even if all its drafts are right."""
     found, draft_model = ratio(1, 0, forward_seconds=1.05)
     assert found <= 1.05 and draft_model.num_forwards < 25
@@ -257,14 +257,14 @@ def test_wrong_estimates_of_step_times_cost_little(is_ahead: bool) -> None:
     assert head.num_forwards > 5
 
 
-def test_prompts_are_followed_as_long_as_it_pays() -> None:
+def test_draft_prefill_runs_for_fewer_prompts_if_drafts_are_wrong() -> None:
     _, right = run(1, 0, memory_bound, 0.1, num_turns=20, length=60)
     _, wrong = run(1, NEVER, memory_bound, 0.1, num_turns=20, length=60)
     assert right.num_followed >= 18 and right.num_chunk_tokens >= 20 * 30
     assert wrong.num_followed <= right.num_followed / 2
 
 
-def test_who_does_without_is_not_followed() -> None:
+def test_draft_prefill_skips_requests_that_get_no_drafts() -> None:
     """The draft model also ignores pooling requests, and all prompts while the costs of drafts are unknown."""
     config = SchedulerConfig(
         max_num_batched_tokens=64, max_num_seqs=2, max_model_len=100, speculative=draft_model_config(4)
@@ -288,7 +288,9 @@ def test_who_does_without_is_not_followed() -> None:
     rows=st.lists(st.floats(0.0, 0.5), max_size=10),
     draft_seconds=st.floats(0.0, 1.0),
 )
-def test_lengths_count_its_forwards(p: float, limit: int, rows: list[float], draft_seconds: float) -> None:
+def test_draft_lengths_account_for_draft_model_forward_time(
+    p: float, limit: int, rows: list[float], draft_seconds: float
+) -> None:
     seconds = [1.0]
     for more in rows:
         seconds.append(seconds[-1] + more)
@@ -309,7 +311,7 @@ def make_speculation(costs: DraftCosts) -> Speculation:
     return Speculation(config, BlockManager(600, 16), make_proposer(speculative), KnownTimes(), costs)
 
 
-def test_nobody_goes_without_for_one_who_is_far_behind() -> None:
+def test_a_request_missing_much_draft_kv_does_not_prevent_other_drafts() -> None:
     """A request far behind catches up only if many of its tokens remain."""
     costs, drafting = DraftCosts(), Drafting(num_forwards=1, forward_seconds=0.01, seconds=1.01, num_tokens=100)
     for _ in range(2):
@@ -330,7 +332,7 @@ def test_nobody_goes_without_for_one_who_is_far_behind() -> None:
     assert found == [{"near"}, {"near", "far"}]
 
 
-def test_a_first_forward_that_is_slow_says_nothing() -> None:
+def test_the_first_draft_forward_is_excluded_from_measured_costs() -> None:
     """The first forward and the first chunk may include compilation, so they are not counted."""
     costs = DraftCosts()
     request = Request("a", [1] * 102, SamplingParams(), max_tokens=128)
@@ -343,7 +345,7 @@ def test_a_first_forward_that_is_slow_says_nothing() -> None:
     assert costs.catching_up_seconds(request) == pytest.approx(100 * 0.01 / 128)
 
 
-def test_what_is_known_of_a_request_ends_with_its_blocks() -> None:
+def test_draft_kv_count_of_a_request_resets_on_readmission() -> None:
     """A readmitted request lacks all KV of the draft model. KV of rejected drafts never counts."""
     costs = DraftCosts()
     speculation = make_speculation(costs)

@@ -60,19 +60,19 @@ def test_drafts_that_win_pause_seldom() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2.0, 1.2), (1.2, 2.0)])
-def test_it_follows_a_change(before: float, after: float) -> None:
+def test_draft_gain_adapts_to_changed_step_times(before: float, after: float) -> None:
     run = Run(before).steps(1000)
     run.drafted_seconds = after
     last = run.steps(700).had_drafts[-100:]
     assert sum(last) > 90 if after < 1.5 else sum(last) < 20
 
 
-def test_each_number_of_requests_has_its_own_rates() -> None:
+def test_draft_gain_is_tracked_per_number_of_requests() -> None:
     run = Run(drafted_seconds=2.0).steps(30)
     assert not run.gain.may_draft(4) and run.gain.may_draft(1)
 
 
-def test_waits_without_drafts_count_as_drafts() -> None:
+def test_steps_that_waited_without_drafts_count_as_steps_with_drafts() -> None:
     """With asynchronous scheduling, such a step costs time and yields nothing more."""
     run = Run(drafted_seconds=2.0)
     for step_id in range(16):

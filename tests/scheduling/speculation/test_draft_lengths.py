@@ -53,7 +53,7 @@ def times(clock: Clock) -> StepTimes:
     return StepTimes(clock)
 
 
-def test_nothing_is_known_without_a_step_of_so_few_rows(times: StepTimes, clock: Clock) -> None:
+def test_step_times_are_unknown_below_the_fewest_measured_rows(times: StepTimes, clock: Clock) -> None:
     assert times.times(1, 4) == []
     measure(times, clock, 4, 1.0)
     assert times.times(3, 4) == [] and times.times(4, 3) == [1.0] * 4
@@ -82,7 +82,7 @@ def test_sizes_in_between_lie_on_a_line(times: StepTimes, clock: Clock) -> None:
     assert times.times(1, 0) == pytest.approx([1], rel=0.02)
 
 
-def test_sizes_that_are_much_the_same_are_one(times: StepTimes, clock: Clock) -> None:
+def test_similar_step_sizes_share_one_time_estimate(times: StepTimes, clock: Clock) -> None:
     measure(times, clock, 33, 1.0, repeat=1)
     measure(times, clock, 35, 1.0, repeat=1)
     assert times.times(32, 0) == [1.0]
@@ -96,7 +96,7 @@ def test_a_step_that_was_delayed_changes_little(times: StepTimes, clock: Clock) 
     assert times.times(1, 0)[0] == pytest.approx(4.0, rel=0.05)
 
 
-def test_what_was_measured_long_ago_is_tried_again(times: StepTimes, clock: Clock) -> None:
+def test_an_old_step_time_decays_until_the_size_is_measured_again(times: StepTimes, clock: Clock) -> None:
     measure(times, clock, 1, 1.0)
     measure(times, clock, 5, 9.0)
     assert times.times(1, 4)[4] == pytest.approx(9, rel=0.01)
@@ -114,7 +114,7 @@ def test_steps_that_do_more_than_decode_are_not_measured(times: StepTimes, clock
     assert times.times(1, 0) == [1.0]
 
 
-def test_acceptance_follows_what_is_accepted() -> None:
+def test_acceptance_estimate_follows_accepted_drafts() -> None:
     acceptance = Acceptance()
     first = acceptance.of("new")
     for _ in range(30):
@@ -134,9 +134,7 @@ def test_acceptance_follows_what_is_accepted() -> None:
     requests=st.lists(st.tuples(st.floats(0.06, 1.0), st.integers(0, 4)), min_size=1, max_size=4),
     steps=st.lists(st.floats(0.0, 0.5), max_size=10),
 )
-def test_lengths_are_those_that_give_most_tokens_a_second(
-    requests: list[tuple[float, int]], steps: list[float]
-) -> None:
+def test_draft_lengths_maximize_tokens_per_second(requests: list[tuple[float, int]], steps: list[float]) -> None:
     seconds = list(itertools.accumulate([1.0, *steps]))
     acceptances, limits = [p for p, _ in requests], [limit for _, limit in requests]
 
@@ -157,7 +155,7 @@ def test_lengths_are_those_that_give_most_tokens_a_second(
         assert max(acceptances) >= least_gain(len(requests), seconds) - 1e-9
 
 
-def test_rows_that_cost_what_they_give_are_not_taken() -> None:
+def test_no_drafts_are_chosen_if_step_time_is_proportional_to_rows() -> None:
     proportional = [float(n) for n in range(16, 80)]
     assert least_gain(16, proportional) == pytest.approx(time_weight(16)) and time_weight(1) == 1
     assert choose_lengths([0.9] * 16, [4] * 16, 16, proportional).lengths == [0] * 16
@@ -169,7 +167,7 @@ def test_rows_that_cost_what_they_give_are_not_taken() -> None:
     requests=st.lists(st.tuples(st.floats(0.06, 1.0), st.integers(0, 4)), min_size=1, max_size=3),
     row_seconds=st.floats(0.0, 0.5),
 )
-def test_what_is_computed_again_counts(requests: list[tuple[float, int]], row_seconds: float) -> None:
+def test_draft_lengths_account_for_recomputed_rows(requests: list[tuple[float, int]], row_seconds: float) -> None:
     """The result equals a sum over all outcomes of the drafts if every row costs the same."""
     acceptances, limits = [p for p, _ in requests], [limit for _, limit in requests]
     num_again = [1 + i for i in range(len(requests))]
@@ -188,7 +186,7 @@ def test_what_is_computed_again_counts(requests: list[tuple[float, int]], row_se
     assert sum(choice.lengths) <= sum(without.lengths)
 
 
-def test_where_rows_are_dear_there_are_fewer_drafts_on_recurrent_models() -> None:
+def test_recurrent_models_get_fewer_drafts_if_rows_are_expensive() -> None:
     times = [1 + 0.15 * n for n in range(9)]
     assert choose_lengths([0.8], [8], 1, times).lengths == [5]
     assert choose_lengths([0.8], [8], 1, times, num_again=[1]).lengths == [4]
@@ -208,7 +206,7 @@ def test_catching_up_counts_once() -> None:
     assert choose_lengths([0.8], [4], 1, times, 0.1, catching_up=[0.2]).seconds == pytest.approx(1.6)
 
 
-def test_drafts_that_may_not_come_count_less() -> None:
+def test_expected_tokens_scale_with_the_chance_of_drafts() -> None:
     times = [1.0] * 9
     sure, unsure = (choose_lengths([0.8], [4], 1, times, chances=[chance]) for chance in (1.0, 0.5))
     assert unsure.tokens - 1 == pytest.approx((sure.tokens - 1) / 2)
@@ -347,7 +345,7 @@ def test_wrong_drafts_cost_little(num_requests: int, seconds: Callable[[int], fl
     assert ratio(num_requests, NEVER, seconds, **KINDS[kind]) <= (1.05 if num_requests == 1 else 1.02)
 
 
-def test_drafts_that_help_few_hold_up_nobody_for_long() -> None:
+def test_drafts_for_half_of_the_requests_do_not_slow_the_batch() -> None:
     """Half of the requests have drafts, and half of the drafts are right.
 
     The other requests take the same number of steps.
@@ -372,7 +370,7 @@ GAINS = [
         [(kind, *gain) for kind, gain in [*zip(KINDS, GAINS, strict=True), ("plain", GAINS[1])]],
     ),
 )
-def test_right_drafts_pay_where_rows_are_cheap(
+def test_right_drafts_reduce_run_time_if_rows_are_cheap(
     num_requests: int, right_from: int, most_plain: float, most: float, kind: str
 ) -> None:
     found = ratio(num_requests, right_from, memory_bound, **KINDS[kind])
@@ -394,12 +392,12 @@ def test_full_steps_have_no_drafts() -> None:
         [("plain", 16, 0.75), *((kind, 8, 0.55) for kind in KINDS if kind != "plain")],
     ),
 )
-def test_sizes_that_nothing_is_known_of_are_tried(num_requests: int, most: float, kind: str) -> None:
+def test_drafts_are_tried_at_unmeasured_step_sizes(num_requests: int, most: float, kind: str) -> None:
     """A single request runs first, and then many requests arrive."""
     assert ratio(num_requests, 0, memory_bound, is_alone_first=True, **KINDS[kind]) <= most
 
 
-def test_steps_are_planned_ahead_where_that_gives_more() -> None:
+def test_async_planning_is_chosen_if_faster_than_drafts() -> None:
     """The host takes as long as the device, and all drafts are right, but additional rows are expensive."""
 
     def dear(num_rows: int) -> float:

@@ -27,7 +27,7 @@ def propose(proposer: HeadProposer, request: Request) -> list[int]:
     return proposer.propose(request, 3)
 
 
-def test_lookups_come_first() -> None:
+def test_prompt_lookup_drafts_take_precedence_over_the_draft_head() -> None:
     assert propose(*proposer_for(REPEATING)) == [4, 5, 6] and propose(*proposer_for(NEW)) == OF_HEAD
 
 
@@ -80,7 +80,7 @@ def test_lookups_are_proposed_though_the_head_does_not_pay() -> None:
         )
 
 
-def test_a_head_has_nothing_to_catch_up_with() -> None:
+def test_a_draft_head_has_no_catch_up_cost() -> None:
     costs = make_costs(CONFIG)
     assert isinstance(costs, HeadCosts) and not costs.has_prefill
     request = Request("a", [1] * 1000, SamplingParams(max_tokens=50), max_tokens=50)

@@ -40,7 +40,7 @@ def naive_drafts(tokens: list[int], shortest: int, longest: int, num_tokens: int
     num_tokens=st.integers(1, 8),
     alphabet=st.integers(1, 6),
 )
-def test_drafts_are_those_of_a_scan(
+def test_ngram_drafts_equal_drafts_from_a_full_scan(
     data: st.DataObject, shortest: int, more: int, num_tokens: int, alphabet: int
 ) -> None:
     # Short enough that no chain is longer than MAX_CANDIDATES.
@@ -57,7 +57,7 @@ def test_drafts_are_those_of_a_scan(
         known += tokens[len(known) : len(known) + data.draw(st.integers(1, 5), label="tokens of a step")]
 
 
-def test_tokens_of_one_bucket_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ngrams_in_one_hash_bucket_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     """The index has a single bucket, so all places form one chain."""
     monkeypatch.setattr(ngram, "_MIN_BUCKETS", 1)
     monkeypatch.setattr(ngram, "_MAX_BUCKETS", 1)
@@ -110,7 +110,7 @@ def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyP
     assert proposed[-1] == [[9, 10, 11]] * 2
 
 
-def test_an_index_goes_on_where_it_was() -> None:
+def test_ngram_index_includes_tokens_appended_between_steps() -> None:
     proposer = NgramProposer(speculative_config(longest=3, shortest=2))
     request = request_with([1, 2, 3, 4])
     proposer.begin_step()
@@ -124,7 +124,7 @@ def test_an_index_goes_on_where_it_was() -> None:
     assert not proposer._indexes
 
 
-def test_an_index_takes_a_few_bytes_a_token_and_grows_with_them() -> None:
+def test_ngram_index_grows_and_uses_at_most_12_bytes_per_token() -> None:
     proposer = NgramProposer(speculative_config())
     request = request_with([i * 7919 % 1000 for i in range(700)])
     sizes = []
@@ -139,7 +139,7 @@ def test_an_index_takes_a_few_bytes_a_token_and_grows_with_them() -> None:
     assert sizes[0] == 1024 and sizes[-1] >= 4096 and len(set(sizes)) <= 4
 
 
-def test_a_prediction_is_followed_left_and_found_again() -> None:
+def test_predicted_text_drafts_stop_at_a_mismatch_and_resume_later() -> None:
     prediction = PredictedText(range(10, 30), speculative_config(shortest=2, longest=4), num_prompt_tokens=3)
     prediction.index(100)
     tokens = [1, 2, 3]

@@ -73,7 +73,7 @@ def test_right_drafts_are_generated_at_once() -> None:
     harness.drain()
 
 
-def test_drafts_take_what_prompts_leave() -> None:
+def test_drafts_use_only_the_token_budget_left_by_prompts() -> None:
     harness = make_harness(num_drafts=4, max_num_batched_tokens=8)
     harness.submit("a", make_prompt(0, 4), 40)
     harness.step()
@@ -94,7 +94,7 @@ def test_drafts_of_several_share_the_rows_that_sample() -> None:
     harness.drain()
 
 
-def test_drafts_take_free_blocks_and_nobody_else_s() -> None:
+def test_drafts_use_free_blocks_without_preempting_requests() -> None:
     harness = make_harness(num_drafts=8, num_blocks=5, block_size=4, max_num_seqs=2, max_model_len=20)
     harness.submit("a", make_prompt(0, 7), 13)
     harness.submit("b", make_prompt(1, 7), 4)
@@ -107,7 +107,7 @@ def test_drafts_take_free_blocks_and_nobody_else_s() -> None:
     harness.drain()
 
 
-def test_room_that_does_not_suffice_for_all_goes_to_all() -> None:
+def test_scarce_draft_capacity_rotates_among_all_requests() -> None:
     """Requests with equally likely drafts get them in rotation."""
     harness = make_harness(num_drafts=4, num_blocks=400, max_num_seqs=8, max_num_batched_tokens=12)
     for i in range(8):
@@ -119,7 +119,7 @@ def test_room_that_does_not_suffice_for_all_goes_to_all() -> None:
     harness.drain()
 
 
-def test_whose_drafts_are_likelier_has_room_first() -> None:
+def test_requests_with_likelier_drafts_get_draft_capacity_first() -> None:
     harness = make_harness(num_drafts=4, num_blocks=400, max_num_seqs=8, max_num_batched_tokens=10)
     for i in range(8):
         harness.submit(f"r{i}", make_prompt(i, 3), 30)
@@ -131,7 +131,7 @@ def test_whose_drafts_are_likelier_has_room_first() -> None:
     harness.drain()
 
 
-def test_drafts_of_late_rows_count_as_its_own() -> None:
+def test_drafts_of_late_rows_count_as_rejected_drafts_of_the_request() -> None:
     harness = make_harness()
     request = harness.submit("a", make_prompt(0, 6), 20, needs_token_on_host=True)
     harness.step()
@@ -141,7 +141,7 @@ def test_drafts_of_late_rows_count_as_its_own() -> None:
     harness.drain()
 
 
-def test_a_step_that_failed_is_not_under_way() -> None:
+def test_a_failed_step_no_longer_counts_as_in_flight() -> None:
     """The next step therefore has drafts, and its measured time does not start with the failed step."""
     for fails in ("a step", "the scheduler"):
         harness = make_harness(ahead_seconds=0.9)
@@ -223,7 +223,7 @@ def kinds_of(harness: SchedulerHarness) -> list[str]:
     ]
 
 
-def test_steps_wait_for_tokens_where_drafts_give_more() -> None:
+def test_steps_wait_for_tokens_if_drafts_are_faster_than_async_planning() -> None:
     harness = make_harness(num_drafts=4, ahead_seconds=0.9)
     harness.submit("a", make_prompt(0, 6), 16)
     harness.run()
@@ -231,7 +231,7 @@ def test_steps_wait_for_tokens_where_drafts_give_more() -> None:
     harness.drain()
 
 
-def test_steps_are_planned_ahead_where_that_gives_more() -> None:
+def test_steps_are_planned_asynchronously_if_faster_than_drafts() -> None:
     harness = make_harness(num_drafts=4, ahead_seconds=0.1)
     harness.submit("a", make_prompt(0, 6), 16)
     harness.run()
@@ -239,7 +239,7 @@ def test_steps_are_planned_ahead_where_that_gives_more() -> None:
     harness.drain()
 
 
-def test_steps_do_not_wait_where_drafts_are_wrong() -> None:
+def test_steps_stop_waiting_for_tokens_if_drafts_are_wrong() -> None:
     harness = make_harness(num_drafts=4, ahead_seconds=0.9, num_right=0)
     harness.submit("a", make_prompt(0, 6), 100)
     harness.run()
@@ -248,7 +248,7 @@ def test_steps_do_not_wait_where_drafts_are_wrong() -> None:
     harness.drain()
 
 
-def test_prompts_do_not_wait_for_drafts_that_may_come() -> None:
+def test_prefills_wait_only_for_drafts_in_flight() -> None:
     """They wait only for drafts in flight."""
     harness = make_harness(num_drafts=4, ahead_seconds=0.9, max_num_batched_tokens=8)
     harness.submit("a", make_prompt(0, 6), 60)
@@ -262,7 +262,7 @@ def test_prompts_do_not_wait_for_drafts_that_may_come() -> None:
     harness.drain()
 
 
-def test_turns_after_wrong_drafts_continue_from_right_states() -> None:
+def test_later_turns_resume_from_correct_states_after_rejected_drafts() -> None:
     limits: dict[str, Any] = {"num_blocks": 400, "block_size": 2, "max_num_seqs": 3, "max_model_len": 400}
     harness = make_harness(right=False, caching=True, num_state_slots=9, num_drafts=3, **limits)
     for turn in range(10):

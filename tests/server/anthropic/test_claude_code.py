@@ -46,7 +46,7 @@ def calling(request: pytest.FixtureRequest) -> Iterator[Served]:
         yield served
 
 
-def test_a_turn_and_the_next(calling: Served) -> None:
+def test_a_second_claude_code_turn_hits_the_cached_first_turn(calling: Served) -> None:
     """Both turns get an answer. The first turn's prompt is the cached prefix of the second."""
     first = calling.post("/v1/messages?beta=true", FIRST).json()
     assert first["stop_reason"] == "tool_use"
@@ -60,7 +60,7 @@ def test_a_turn_and_the_next(calling: Served) -> None:
     assert second.json()["usage"]["cache_read_input_tokens"] >= num_prompt_tokens - CONFIG.cache.block_size
 
 
-def test_the_text_of_a_system_message_is_in_its_place() -> None:
+def test_system_message_text_keeps_the_position_in_the_conversation() -> None:
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
     with serve(config=CONFIG, tokenizer=tokenizer) as served:
         body = {**FIRST, "tools": [], "max_tokens": 1}
@@ -95,7 +95,7 @@ def test_an_answer_by_a_schema(served: Served) -> None:
 
 
 @pytest.mark.parametrize(("effort", "told"), [("low", "low"), ("high", "high"), ("max", "high"), (None, "")])
-def test_templates_that_know_efforts_are_told(effort: str | None, told: str) -> None:
+def test_output_config_effort_reaches_the_template_as_reasoning_effort(effort: str | None, told: str) -> None:
     tokenizer = tiny_tokenizer("{{ reasoning_effort }}:{{ messages[-1].content }}")
     with serve(config=CONFIG, tokenizer=tokenizer) as served:
         body = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
@@ -123,7 +123,7 @@ def test_the_sizes_are_in_anthropics_words(calling: Served, num_characters: int,
     assert "maximum context length" in message and str(num_tokens) in message
 
 
-def test_a_prompt_that_is_not_tokenized_because_it_is_too_long(calling: Served) -> None:
+def test_an_overlong_prompt_gets_a_400_that_says_prompt_is_too_long(calling: Served) -> None:
     body = {"model": MODEL, "max_tokens": 3200, "messages": [{"role": "user", "content": "a" * 1_000_000}]}
     response = calling.post("/v1/messages", body)
     assert response.status_code == 400

@@ -164,7 +164,7 @@ def test_too_many_tools_are_refused_before_all_are_converted(monkeypatch: pytest
     assert len(converted) < 5_000
 
 
-def test_a_turn_keeps_all_of_its_reasoning() -> None:
+def test_thinking_blocks_of_one_turn_are_joined_into_the_reasoning() -> None:
     """With interleaved thinking, a turn can have several blocks."""
     blocks = [{"type": "thinking", "thinking": text, "signature": ""} for text in ("First.", "", "Then.")]
     messages = [*USER, {"role": "assistant", "content": [*blocks, {"type": "text", "text": "So."}]}]
@@ -269,7 +269,7 @@ def test_the_settings_matter() -> None:
     ({"thinking": {"type": "sometimes"}}, "thinking"),
     ({"system": [{"type": "image"}]}, "system"),
 ])  # fmt: skip
-def test_the_same_errors(templated: Served, fields: dict[str, Any], name: str) -> None:
+def test_count_tokens_returns_the_same_errors_as_messages(templated: Served, fields: dict[str, Any], name: str) -> None:
     body = {"model": MODEL, "messages": CONVERSATIONS[0], **fields}
     counted = post(templated, "/v1/messages/count_tokens", body)
     answered = post(templated, "/v1/messages", {**body, "max_tokens": 2})

@@ -62,7 +62,7 @@ STARTS = [b"", b"G", HALF_HEAD, get(), post(length=b"1000"), b"\x16\x03\x01"]
 
 @pytest.mark.parametrize("start", STARTS, ids=["nothing", "a byte", "half a head", "a request", "half a body", "TLS"])
 @pytest.mark.parametrize("loop", [None, pytest.param(uvloop.new_event_loop, marks=pytest.mark.full)])
-def test_half_a_request_keeps_nobody_out(start: bytes, loop: LoopFactory | None) -> None:
+def test_incomplete_requests_do_not_block_new_connections(start: bytes, loop: LoopFactory | None) -> None:
     """Time limits are long, so the connections that have waited longest are closed to accept new ones."""
     args = ServerArgs(max_connections=20, timeout_read=DEADLINE, timeout_keep_alive=DEADLINE, shutdown_timeout=1)
     with serve(args=args, loop_factory=loop) as served, crowd(served.url, 60, start):
@@ -86,7 +86,7 @@ def test_2100_half_sent_heads() -> None:
     assert grown < 2048 * 160_000, grown
 
 
-def test_those_that_make_room_are_told() -> None:
+def test_evicted_connections_get_a_503_that_names_max_connections() -> None:
     with serve(args=ServerArgs(max_connections=2, timeout_read=DEADLINE)) as few, ExitStack() as stack:
         registry = few.server.connections
 
@@ -162,7 +162,9 @@ ENDLESS_HEAD = {
 
 @pytest.mark.parametrize("name", ENDLESS_HEAD)
 @pytest.mark.parametrize("number", [8, pytest.param(100, marks=pytest.mark.full)])
-def test_what_does_not_end_takes_no_memory(endless: Process, name: str, number: int) -> None:
+def test_endless_heads_trailers_and_pipelined_requests_use_bounded_memory(
+    endless: Process, name: str, number: int
+) -> None:
     assert grown_by(endless, number, ENDLESS_HEAD[name]) < 24 * MIB + number * (MIB // 2)
 
 
@@ -223,7 +225,7 @@ def test_a_body_that_pauses_is_a_408(hurried: Served) -> None:
     assert answer.status == 408 and "(setting timeout-read)" in answer.json()["error"]["message"]
 
 
-def test_a_slow_body_that_goes_on_is_served(hurried: Served) -> None:
+def test_a_slow_body_with_short_pauses_is_served(hurried: Served) -> None:
     """The whole body takes longer than the limit, but each pause between two parts is shorter."""
     with crowd(hurried.url, 1, post(body=b"", length=b"%d" % len(BODY))) as (one,):
         for i in range(0, len(BODY), 3):
@@ -232,7 +234,7 @@ def test_a_slow_body_that_goes_on_is_served(hurried: Served) -> None:
         assert statuses(one) == [200]
 
 
-def test_the_server_may_take_its_time(hurried: Served) -> None:
+def test_client_timeouts_do_not_apply_while_the_server_computes(hurried: Served) -> None:
     """Limits apply to clients. The server may take longer than any limit."""
     hurried.runner.running.clear()
     with crowd(hurried.url, 1, post()) as (one,):

@@ -95,7 +95,7 @@ def test_every_shape_on_the_real_loop(piece: int | None) -> None:
         assert asyncio.run(send_all(int(server.url.rpartition(":")[2]), shapes, piece)) == []
 
 
-def test_a_body_is_kept_whatever_its_client_would_rather_speak(hurried: Served) -> None:
+def test_upgrade_headers_do_not_discard_the_request_body(hurried: Served) -> None:
     whole = chunk(BODY[:7]) + chunk(BODY[7:]) + b"0\r\n\r\n"
     requests = [post()]
     for headers in (H2C, WEBSOCKET, H2C + WEBSOCKET, H2C.replace(b"h2c", b"H2C")):
@@ -137,7 +137,7 @@ def lasting() -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-def test_a_client_that_pipelines_and_disconnects_leaves_nothing_running(lasting: Served, stream: bytes) -> None:
+def test_disconnect_of_a_pipelining_client_aborts_all_requests(lasting: Served, stream: bytes) -> None:
     with crowd(lasting.url, 1, post(body=b'{"prompt": "a", "max_tokens": 90000, "stream": ' + stream + b"}") + get()):
         wait_until(lambda: lasting.engine.stats.num_running == 1, "the first request to run")
 
@@ -154,7 +154,7 @@ BODIES = {
 }
 
 
-def test_a_page_of_another_origin_cannot_post(hurried: Served) -> None:
+def test_cross_origin_posts_without_json_content_type_get_a_400(hurried: Served) -> None:
     """Browsers send these across origins without a preflight: three types of body, and a request without a type."""
     kinds = (b"application/json", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
 

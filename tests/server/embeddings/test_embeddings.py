@@ -117,7 +117,7 @@ def test_a_client_that_leaves_is_forgotten(served: Served) -> None:
     served.runner.running.set()
 
 
-def test_a_request_that_takes_too_long_is_cut() -> None:
+def test_a_request_over_the_request_timeout_gets_a_504() -> None:
     with serve(args=ServerArgs(shutdown_timeout=1, request_timeout=0.2)) as served:
         served.runner.running.clear()
         check_error(served.post("/v1/embeddings", {"input": ["a", "b"]}), 504, code="timeout")

@@ -82,7 +82,7 @@ def test_scores_that_are_not_numbers(
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank"])
-def test_documents_come_best_first(judge: Served, path: str) -> None:
+def test_rerank_sorts_documents_by_descending_score(judge: Served, path: str) -> None:
     answer = rerank(judge, path)
     expected = [judged(judge, "Where is Rome?", document) for document in DOCUMENTS]
     assert [r["index"] for r in answer["results"]] == np.argsort(expected)[::-1].tolist()
@@ -120,7 +120,7 @@ def test_control_tokens_in_a_document_stay_text(judge: Served) -> None:
     assert end not in ids and judge.tokenizer.decode(ids).endswith(forged)
 
 
-def test_a_document_is_cut_at_its_end(judge: Served) -> None:
+def test_truncate_prompt_tokens_cuts_the_end_of_a_document(judge: Served) -> None:
     document = "x" * 2000
     error = judge.post("/v1/rerank", {"query": "q", "documents": [document]})
     check_error(error, 400, "documents", "context_length_exceeded")
@@ -144,7 +144,7 @@ def test_scores_of_pairs(judge: Served) -> None:
     assert [entry["score"] for entry in one] == [pytest.approx(judged(judge, "a", d), rel=1e-6) for d in "cd"]
 
 
-def test_an_embedding_model_gives_cosines(embedder: Served) -> None:
+def test_rerank_with_an_embedding_model_scores_by_cosine(embedder: Served) -> None:
     answer = rerank(embedder)
     expected = [cosine(embedder, "Where is Rome?", document) for document in DOCUMENTS]
     assert [r["index"] for r in answer["results"]] == np.argsort(expected)[::-1].tolist()

@@ -136,7 +136,7 @@ def test_slices_make_one_whole(monkeypatch: pytest.MonkeyPatch, tiny: Served) ->
         assert len(prompt) == length + 1 and prompt[0] is None
 
 
-def test_what_nobody_reads_is_merged_and_then_too_much() -> None:
+def test_unread_outputs_are_merged_until_the_mailbox_is_overfull() -> None:
     mailbox = _Mailbox(1, max_unread=1000)
     for i in range(500):
         logprob = TokenLogprobs(i, -1.0, 1, ((i, -1.0),))
@@ -147,7 +147,7 @@ def test_what_nobody_reads_is_merged_and_then_too_much() -> None:
     assert mailbox.is_overfull
 
 
-def test_what_is_read_in_time_is_never_too_much() -> None:
+def test_a_mailbox_read_in_time_is_never_overfull() -> None:
     mailbox = _Mailbox(1, max_unread=3)
     logprob = TokenLogprobs(7, -1.0, 1, ((7, -1.0),))
 
@@ -160,7 +160,7 @@ def test_what_is_read_in_time_is_never_too_much() -> None:
     asyncio.run(read_each())
 
 
-def test_what_comes_after_the_end_is_dropped() -> None:
+def test_outputs_after_the_final_output_are_dropped() -> None:
     mailbox = _Mailbox(1, max_unread=1000)
     for output in (
         RequestOutput("r", [1], text="a"),

@@ -167,7 +167,7 @@ async def turns_of_many(stop_early: bool) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("stop_early", [False, True])
-def test_streams_of_one_request_do_not_all_begin_or_end_in_one_turn_of_the_loop(stop_early: bool) -> None:
+def test_streams_of_one_request_start_and_end_in_several_loop_iterations(stop_early: bool) -> None:
     begun, ended = asyncio.run(turns_of_many(stop_early))
     assert len(begun) == len(ended) == 1_000
     assert max(Counter(begun).values()) <= 256

@@ -284,7 +284,7 @@ def cached_tokens(served: Served, **body: object) -> int:
     return completion.usage.prompt_tokens_details.cached_tokens  # type: ignore[union-attr]
 
 
-def test_usage_says_what_was_cached() -> None:
+def test_usage_reports_cached_prompt_tokens() -> None:
     with serve() as served:
         assert cached_tokens(served) == 0
         assert cached_tokens(served) == 32, "all full blocks but the last: one token is always computed"
@@ -333,7 +333,9 @@ def test_options_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     ("kv_consumer", {"do_remote_decode": True}, False),
     (None, {"do_remote_decode": True}, False),
 ])  # fmt: skip
-def test_who_computes_kv_for_others_says_so(role: str | None, asked: dict[str, bool] | None, told: bool) -> None:
+def test_only_responses_of_kv_producers_have_kv_transfer_params(
+    role: str | None, asked: dict[str, bool] | None, told: bool
+) -> None:
     with serve(config=replace(fake_config(), kv_role=role)) as served:
         options = {} if asked is None else {"kv_transfer_params": asked}
         for path, prompt in PROMPTS.items():
@@ -343,7 +345,7 @@ def test_who_computes_kv_for_others_says_so(role: str | None, asked: dict[str, b
             assert {key: answer[key] for key in answer if key == "kv_transfer_params"} == wanted
 
 
-def test_silence_means_what_the_checkpoint_recommends() -> None:
+def test_omitted_sampling_parameters_use_checkpoint_recommendations() -> None:
     """Without a recommendation, the defaults are OpenAI's."""
     config = fake_config()
     told = replace(config, model=replace(config.model, default_sampling=RECOMMENDED))

@@ -122,7 +122,7 @@ def test_template_variables() -> None:
             assert served.post(CHAT, {"messages": USER, **body}).json()["choices"][0]["message"]["content"] == shown
 
 
-def test_templates_with_another_switch() -> None:
+def test_reasoning_options_set_the_thinking_variable_of_templates() -> None:
     """DeepSeek's templates have the variable ``thinking``."""
     with serve(echo, config=CONFIG, tokenizer=tiny_tokenizer("|{{ thinking }}")) as served:
         for body, shown in [

@@ -164,7 +164,7 @@ def test_formats(strict: bool | None) -> None:
     assert asked(ChatCompletionBody(messages=USER, structured_outputs={"json": SCHEMA, **more})).strict is bool(strict)
 
 
-def test_it_is_true_or_false() -> None:
+def test_a_non_boolean_strict_in_structured_outputs_is_an_error() -> None:
     with pytest.raises(APIError, match=r"structured_outputs\.strict must be true or false"):
         asked(ChatCompletionBody(messages=USER, structured_outputs={"json": SCHEMA, "strict": "yes"}))
 

@@ -42,7 +42,9 @@ def speculating() -> Iterator[Served]:
     {"stop": ["the"], "min_tokens": 20},
     {"n": 3},
 ], ids=str)  # fmt: skip
-def test_answers_are_the_same(plain: Served, speculating: Served, case: dict[str, Any]) -> None:
+def test_responses_equal_responses_without_speculation(
+    plain: Served, speculating: Served, case: dict[str, Any]
+) -> None:
     known = {"n", "stop", "max_tokens"}
     body = {"model": MODEL, "prompt": TEXT, "max_tokens": 300, **{k: v for k, v in case.items() if k in known}}
     body["extra_body"] = {k: v for k, v in case.items() if k not in known}
@@ -159,7 +161,7 @@ def test_a_prediction_is_proposed_and_counted(predicting: Served) -> None:
         assert 30 < accepted < len(ANSWER) and 0 < rejected < 40
 
 
-def test_what_a_stop_string_cuts_off_was_not_accepted(predicting: Served) -> None:
+def test_drafts_cut_off_by_a_stop_string_are_not_counted_as_accepted(predicting: Served) -> None:
     """The first token is sampled. Then come four drafts and a sampled token, and four more drafts, partly rejected."""
     prediction = {"type": "content", "content": PREDICTED}
     counts = []
@@ -182,7 +184,7 @@ def test_predicted_tokens_beyond_the_model_s_vocabulary_are_not_drafts(monkeypat
     assert [bytes(options.predicted_token_ids) for options in seen] == [b"go on"]
 
 
-def test_a_stream_tells_the_same(predicting: Served) -> None:
+def test_streamed_usage_reports_the_same_prediction_tokens(predicting: Served) -> None:
     prediction = {"type": "content", "content": PREDICTED}
     known = chat(predicting, prediction=prediction)["usage"]["completion_tokens_details"]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 60, "temperature": 0}

@@ -58,7 +58,7 @@ def test_whole_answers_and_streams_have_the_ids(served: Served, path: str) -> No
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_token_that_ends_an_answer_is_among_them(path: str) -> None:
+def test_token_ids_include_the_token_that_ends_the_response(path: str) -> None:
     half = ord("é".encode()[:1].decode("latin-1"))
     with serve(lambda tokens, num_prompt: [65, half, EOS][len(tokens) - num_prompt]) as served:
         body = {**body_for(path), "return_token_ids": True}
@@ -68,7 +68,7 @@ def test_the_token_that_ends_an_answer_is_among_them(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_others_see_no_such_fields(served: Served, path: str) -> None:
+def test_responses_have_no_token_ids_unless_requested(served: Served, path: str) -> None:
     for given in ({}, {"return_token_ids": False}, {"return_token_ids": None}):
         for answer in (post(served, path, body_for(path) | given), *chunks(served, path, body_for(path) | given)):
             assert "token_ids" not in json.dumps(answer)
@@ -98,7 +98,7 @@ def test_log_probabilities_name_tokens_by_their_ids(tiny: Served, path: str) -> 
 
 
 @pytest.mark.parametrize("name", ["return_token_ids", "return_tokens_as_token_ids"])
-def test_endpoints_without_a_place_for_them_refuse(served: Served, name: str) -> None:
+def test_other_endpoints_reject_the_token_id_options(served: Served, name: str) -> None:
     message = [{"role": "user", "content": "a"}]
     bodies = {
         "/v1/responses": {"input": "a"},

@@ -113,13 +113,15 @@ def check(server: ProbedServer, holds: dict[str, float], case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_it_is_answered_and_holds_nobody_up(server: ProbedServer, holds: dict[str, float], case: Case) -> None:
+def test_a_hostile_request_is_answered_without_delaying_other_clients(
+    server: ProbedServer, holds: dict[str, float], case: Case
+) -> None:
     check(server, holds, case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("endpoint", "name"), FIELDS, ids=[f"{e.path} {name}" for e, name in FIELDS])
-def test_a_field_filled_with_anything(
+def test_any_field_value_is_answered_without_delaying_other_clients(
     server: ProbedServer, holds: dict[str, float], endpoint: Endpoint, name: str
 ) -> None:
     for case in field_cases(endpoint, name):

@@ -93,7 +93,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProbedServer]:
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(120, marks=pytest.mark.full)])
-def test_hostile_images_disturb_nobody(server: ProbedServer, seconds: float) -> None:
+def test_hostile_images_do_not_affect_other_clients(server: ProbedServer, seconds: float) -> None:
     others = [job for job in jobs(1, seed=20261127) if job.kind in KINDS]
     load = Load(server.url, [*others, *image_jobs()])
     asyncio.run(load.ask_alone())

@@ -114,7 +114,7 @@ def has_seen_all(load: Load, after: dict[str, float]) -> bool:
     ("num_clients", "seconds", "num_texts", "num_blocks"),
     [(24, 2, 1, 100), pytest.param(150, 300, 4, 100, marks=pytest.mark.full)],
 )
-def test_answers_under_load_are_those_alone(
+def test_outputs_under_mixed_load_equal_outputs_of_a_lone_client(
     tmp_path: Path, num_clients: int, seconds: float, num_texts: int, num_blocks: int
 ) -> None:
     model = write_checkpoint(tmp_path / "model")

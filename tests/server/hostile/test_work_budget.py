@@ -100,7 +100,7 @@ def _unknown_by_scanning(body: GenerationBody) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["/v1/chat/completions, unknown names", "unknown fields of a part"])
-def test_it_finds_names_that_are_looked_up_in_a_list(
+def test_work_budget_detects_name_lookups_by_list_scan(
     app: Application, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(parameters, "unknown_parameters", _unknown_by_scanning)
@@ -112,7 +112,7 @@ def test_it_finds_names_that_are_looked_up_in_a_list(
     pytest.fail(f"not found: {work}")
 
 
-def test_it_finds_parameters_that_are_checked_for_each_output(
+def test_work_budget_detects_parameter_checks_repeated_per_output(
     app: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_params = preparation.sampling_params

@@ -67,7 +67,7 @@ def test_with_the_key(guarded: Served) -> None:
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="other", max_retries=0).models.list()
 
 
-def test_health_tells_what_ended_the_engine_to_those_with_the_key() -> None:
+def test_health_shows_the_engine_error_only_to_clients_with_the_key() -> None:
     with serve(args=ServerArgs(api_key=(KEY,))) as served:
         served.runner.raise_next = Death("of /a/path")
         body = {"prompt": "a", "max_tokens": 2}
@@ -116,7 +116,7 @@ def test_the_largest_body(guarded: Served) -> None:
             assert response.status_code == status, response.text
 
 
-def test_a_client_that_asks_first_sends_nothing(guarded: Served) -> None:
+def test_expect_100_continue_with_a_too_large_body_gets_a_413(guarded: Served) -> None:
     host, port = guarded.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
@@ -133,7 +133,7 @@ def test_a_client_that_asks_first_sends_nothing(guarded: Served) -> None:
     (403, {"host": "localhost", "sec-fetch-site": "cross-site"}),
     (503, {"host": "localhost"}),
 ])  # fmt: skip
-def test_a_body_that_comes_after_the_refusal_resets_nothing(
+def test_a_body_sent_after_a_refusal_does_not_reset_the_connection(
     guarded: Served, served: Served, status: int, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served.server._lifecycle, "draining", status == 503)
@@ -160,7 +160,7 @@ def test_unknown_parameters_are_counted(served: Served) -> None:
     assert (counts["temprature"], counts["messages.mood"]) == (before + 3, 3)
 
 
-def test_names_of_unknown_parameters_are_for_those_with_the_key() -> None:
+def test_unknown_parameter_names_are_shown_only_with_the_key() -> None:
     with serve(args=ServerArgs(api_key=(KEY,), shutdown_timeout=1)) as served:
         for name in ("secret_a", "secret_a", "secret_b"):
             body = {"prompt": "a", "max_tokens": 1, name: 1}
@@ -173,7 +173,7 @@ def test_names_of_unknown_parameters_are_for_those_with_the_key() -> None:
         assert names == {"secret_a": 2, "secret_b": 1}
 
 
-def test_names_of_unknown_parameters_are_for_this_machine_where_there_is_no_key(served: Served) -> None:
+def test_without_a_key_only_local_clients_see_unknown_parameter_names(served: Served) -> None:
     """A proxy passes the client's address on."""
     assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "secret_c": 1}).status_code == 200
     for client, sees in [
@@ -185,7 +185,7 @@ def test_names_of_unknown_parameters_are_for_this_machine_where_there_is_no_key(
         assert ("secret_c" in response.text) == bool(response.json()["unknown_parameters"]) == sees
 
 
-def test_nothing_is_redirected(served: Served) -> None:
+def test_paths_with_extra_slashes_are_not_redirected(served: Served) -> None:
     for path in ("/health/", "/v1/completions/", "/docs/", "//health"):
         for method in ("GET", "POST"):
             response = httpx.request(method, served.url + path, headers={"host": "localhost"})

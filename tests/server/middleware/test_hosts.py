@@ -45,7 +45,7 @@ def test_names(served: Served) -> None:
     assert [host for host in UNKNOWN if status(served, host) != 403] == []
 
 
-def test_what_the_refused_are_told(served: Served) -> None:
+def test_host_refusal_names_the_host_and_the_allowed_hosts_flag(served: Served) -> None:
     response = httpx.get(served.url + "/health", headers={"host": "evil.example:8000"})
     error = check_error(response, 403, None, "host_not_allowed")
     assert "--allowed-hosts" in error["message"] and "evil.example" in error["message"]
@@ -130,7 +130,7 @@ def test_a_browser_without_marks_does_not_watch(served: Served, headers: dict[st
     assert CLIENT.get(served.url + "/watch?seconds=0", headers=headers).status_code == 403
 
 
-def test_the_page_sends_its_header() -> None:
+def test_page_script_sends_the_own_page_header() -> None:
     assert f'"{FROM_OWN_PAGE}"' in (STATIC / "js/api.js").read_text()
 
 
@@ -152,12 +152,12 @@ def test_allowed_origins(given: str, allowed: str) -> None:
         assert ("access-control-allow-origin" in others.headers) == (allowed == "*")
 
 
-def test_no_origin_is_allowed_unless_told(served: Served) -> None:
+def test_cors_allows_no_origin_by_default(served: Served) -> None:
     response = CLIENT.get(served.url + "/v1/models", headers={"origin": "http://localhost:3000"})
     assert "access-control-allow-origin" not in response.headers
 
 
-def test_no_places_are_taken_under_other_names(served: Served) -> None:
+def test_refused_cross_site_viewers_do_not_use_viewer_slots(served: Served) -> None:
     with contextlib.ExitStack() as stack:
         for i in range(MAX_VIEWERS):
             headers = {"sec-fetch-site": "cross-site", "host": f"x{i}.localhost:8000"}

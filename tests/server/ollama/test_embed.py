@@ -44,14 +44,14 @@ def test_the_older_form(served: Served) -> None:
     assert np.array_equal(np.array(answer["embedding"], np.float32), vector("a fox"))
 
 
-def test_nothing_to_embed(served: Served) -> None:
+def test_empty_input_returns_no_embeddings(served: Served) -> None:
     for given in ({}, {"input": ""}, {"input": []}):
         answer = embed(served, **given)
         assert (answer["embeddings"], answer["prompt_eval_count"]) == ([], 0)
     assert embed(served, EMBEDDINGS) == embed(served, EMBEDDINGS, prompt="") == {"embedding": []}
 
 
-def test_many_are_the_same(served: Served) -> None:
+def test_a_large_batch_returns_the_expected_embeddings(served: Served) -> None:
     """The response has enough numbers to be encoded in a thread."""
     found = np.array(embed(served, input=[f"t{i}" for i in range(2048)])["embeddings"], np.float32)
     assert found.shape == (2048, HIDDEN_SIZE)
@@ -76,7 +76,7 @@ def test_errors(served: Served, path: str, body: dict[str, Any], status: int, na
     assert named in response.json()["error"]
 
 
-def test_models_say_what_they_are() -> None:
+def test_embedding_capability_is_shown_and_refusals_name_the_reason() -> None:
     with serve(config=fake_config(pooler=PoolerConfig(is_embedder=True))) as served:
         assert "embedding" in served.post("/api/show", {"model": MODEL}).json()["capabilities"]
     problem = "it looks both ways"

@@ -104,7 +104,7 @@ def test_a_suffix() -> None:
         assert served.post("/api/show", {"model": MODEL}).json()["capabilities"] == ["completion", "tools", "insert"]
 
 
-def test_it_goes_on_until_it_ends() -> None:
+def test_generation_without_a_positive_num_predict_is_unlimited() -> None:
     """A completion here has 16 tokens by default. Ollama's completions are unlimited."""
     text = "one two three four five six"
     with serve(script(text)) as served:
@@ -141,7 +141,7 @@ def test_thinking_of_a_generation(calling: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_is_cut_off_is_not_told(calling: Served, stream: bool) -> None:
+def test_an_incomplete_tool_call_is_returned_as_content(calling: Served, stream: bool) -> None:
     """Clients must not run half a call, so its text becomes content."""
     num_tokens = len(byte_ids(ANSWER[: ANSWER.index('"days"')]))
     body = {"model": MODEL, "messages": USER, "tools": TOOLS, **limit(num_tokens)}
@@ -152,7 +152,7 @@ def test_a_call_that_is_cut_off_is_not_told(calling: Served, stream: bool) -> No
     assert content.startswith(RECORD.content) and '"city"' in content
 
 
-def test_what_a_template_is_given() -> None:
+def test_ollama_messages_and_think_reach_the_template() -> None:
     """The fake model repeats the prompt, so the answer shows what the template received."""
     template = "{% for m in messages %}{{ m | tojson }}|{% endfor %}{{ enable_thinking }}|{{ add_generation_prompt }}"
     template += "{% if tools %}{{ tools }}{% endif %}"  # a template that ignores tools gets calls as text
@@ -267,7 +267,7 @@ BAD_OPTIONS: dict[str, list[Any]] = {
     (GENERATE, {"prompt": "a", "suffix": "b"}, "suffix"),
     (GENERATE, {"prompt": "a", "context": ["b"]}, "context"),
 ])  # fmt: skip
-def test_errors_name_what_is_wrong(served: Served, path: str, body: dict[str, Any], named: str) -> None:
+def test_errors_name_the_invalid_field(served: Served, path: str, body: dict[str, Any], named: str) -> None:
     for stream in (False, True):
         response = served.post(path, {"model": MODEL, "stream": stream, **body})
         assert response.status_code == 400, response.text
@@ -302,7 +302,7 @@ def test_a_failure_is_the_last_line() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_aborts_its_request(served: Served, stream: bool) -> None:
+def test_a_client_disconnect_aborts_the_request(served: Served, stream: bool) -> None:
     """The engine is stopped, so that no request can end by itself."""
     served.runner.running.clear()
     body = json.dumps({"model": MODEL, "messages": USER, "stream": stream}).encode()
@@ -312,7 +312,7 @@ def test_a_client_that_leaves_aborts_its_request(served: Served, stream: bool) -
     served.runner.running.set()
 
 
-def test_what_is_told_of_the_model(calling: Served) -> None:
+def test_tags_ps_show_and_version_describe_the_served_models(calling: Served) -> None:
     with serve(names=("demo", "org/m:q4"), config=CONFIG, args=ServerArgs(enable_auto_tool_choice=False)) as served:
         tags = httpx.get(served.url + "/api/tags").json()["models"]
         assert [one["name"] for one in tags] == [one["model"] for one in tags] == ["demo:latest", "org/m:q4"]

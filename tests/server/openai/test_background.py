@@ -24,7 +24,7 @@ def slow() -> Iterator[Served]:
         yield served
 
 
-def test_its_states(calling: Served) -> None:
+def test_a_background_response_completes_like_a_plain_response(calling: Served) -> None:
     client = calling.client()
     begun = client.responses.create(model=MODEL, input="hi", tools=FLAT_TOOLS, background=True)
     assert begun.background and begun.status in ("queued", "in_progress", "completed")
@@ -40,7 +40,7 @@ def test_its_states(calling: Served) -> None:
     assert finished(client, cut.id).incomplete_details.reason == "max_output_tokens"
 
 
-def test_it_is_queued_then_in_progress(slow: Served) -> None:
+def test_a_background_response_is_queued_then_runs_until_cancelled(slow: Served) -> None:
     client = slow.client()
     slow.runner.running.clear()
     begun = client.responses.create(**LONG)
@@ -60,7 +60,7 @@ def test_it_is_queued_then_in_progress(slow: Served) -> None:
         client.responses.create(model=MODEL, input="x", previous_response_id=begun.id)
 
 
-def test_cancelling_what_has_finished(served: Served) -> None:
+def test_cancelling_a_finished_response_leaves_the_response_unchanged(served: Served) -> None:
     client = served.client()
     begun = client.responses.create(model=MODEL, input="hi", background=True, max_output_tokens=2)
     response = finished(client, begun.id)
@@ -84,7 +84,7 @@ UNKNOWN = [
 ]
 
 
-def test_deleting_while_it_runs(slow: Served) -> None:
+def test_deleting_a_running_background_response_aborts_generation(slow: Served) -> None:
     """Its id is as unknown as any other afterwards."""
     client = slow.client()
     begun = client.responses.create(**LONG)
@@ -145,7 +145,7 @@ def test_a_stream_that_is_resumed_everywhere(calling: Served) -> None:
     assert not list(client.responses.retrieve(first.response.id, stream=True, starting_after=10**30))
 
 
-def test_a_client_that_disconnects_and_comes_back(slow: Served) -> None:
+def test_a_background_stream_resumes_after_a_client_disconnect(slow: Served) -> None:
     client = slow.client()
     with client.responses.create(**{**LONG, "max_output_tokens": 100}, stream=True) as stream:
         events = [next(stream) for _ in range(10)]

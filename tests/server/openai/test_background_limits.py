@@ -93,7 +93,7 @@ def test_events_count_against_the_store(monkeypatch: pytest.MonkeyPatch) -> None
         assert "event: response.incomplete" in text
 
 
-def test_a_full_queue_rejects_it() -> None:
+def test_a_full_queue_rejects_background_responses_with_503() -> None:
     with serve(config=CONFIG, args=ServerArgs(shutdown_timeout=1, max_num_queued_reqs=1)) as served:
         served.runner.running.clear()
         client = served.client()
@@ -107,7 +107,7 @@ def test_a_full_queue_rejects_it() -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "GET"])
-def test_shutdown_cancels_what_no_client_reads(method: str) -> None:
+def test_shutdown_cancels_background_responses_without_a_reader(method: str) -> None:
     with serve(config=CONFIG, step_time=SLOW) as served:
         client = served.client()
         unread = client.responses.create(**LONG)
@@ -201,7 +201,7 @@ def several_client(several: SeveralFakes) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{several.served.url}/v1", api_key="none", max_retries=0)
 
 
-def test_it_keeps_its_model_loaded(several: SeveralFakes) -> None:
+def test_a_running_background_response_keeps_the_model_loaded(several: SeveralFakes) -> None:
     client = several_client(several)
     begun = client.responses.create(model="b", input="hello", background=True, max_output_tokens=200)
     wait_for_status(client, begun.id, "in_progress")
@@ -222,7 +222,7 @@ def test_it_keeps_its_model_loaded(several: SeveralFakes) -> None:
     assert client.responses.retrieve(begun.id) == response  # needs no model
 
 
-def test_a_response_waits_for_its_model(several: SeveralFakes) -> None:
+def test_a_background_response_stays_queued_while_the_model_loads(several: SeveralFakes) -> None:
     client = several_client(several)
     model = several.models["b"]
     model.gate.clear()
@@ -241,7 +241,7 @@ def test_a_response_waits_for_its_model(several: SeveralFakes) -> None:
     check_error(several.served.post("/v1/responses", {**body, "model": "nobody"}), 404, "model", "model_not_found")
 
 
-def test_a_late_error_ends_it(several: SeveralFakes, states: WeakSet[ResponseState]) -> None:
+def test_a_late_error_fails_a_background_response(several: SeveralFakes, states: WeakSet[ResponseState]) -> None:
     client = several_client(several)
     begun = client.responses.create(model="c", input="a" * 5000, background=True)
     response = finished(client, begun.id)

@@ -56,7 +56,7 @@ ANSWER = "".join(
 
 
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, SYSTEM_FIRST, ALTERNATING], ids=["any", "system first", "turns"])
-def test_a_turn_and_the_next(template: str) -> None:
+def test_a_second_codex_turn_hits_the_cached_first_turn(template: str) -> None:
     """Calls have their namespaces. In the next turn, the first prompt is a cached prefix."""
     with answering(ANSWER, template=template) as served:
         first = served.post("/v1/responses", REQUEST).json()

@@ -107,7 +107,7 @@ def test_named(tiny: Served, name: str) -> None:
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_streams_are_the_same(tiny: Served, parallel: bool) -> None:
+def test_streamed_forced_calls_equal_unstreamed_forced_calls(tiny: Served, parallel: bool) -> None:
     body: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 150, "seed": 0}
     body["parallel_tool_calls"] = parallel
     (choice,) = tiny.post(CHAT, {"messages": USER, **body}).json()["choices"]
@@ -139,7 +139,7 @@ def test_schemas_of_many_kinds(tiny: Served, step: int) -> None:
     assert num_complete >= 3 * len(schemas)
 
 
-def test_what_cannot_be_forced(tiny: Served) -> None:
+def test_tools_that_cannot_be_forced_get_a_400(tiny: Served) -> None:
     for tools, more, param in [
         ([tool("f", {"type": "string"})], {}, "tools"),
         ([tool("f", {"type": "object", "properties": {"x": {"type": "foo"}}})], {}, "tools"),

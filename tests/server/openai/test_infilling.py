@@ -70,7 +70,7 @@ def test_lists_of_prompts_and_n(filling: Served) -> None:
     assert [choice["text"] for choice in filling.post(PATH, body).json()["choices"]] == texts
 
 
-def test_nothing_for_a_suffix(filling: Served) -> None:
+def test_an_empty_suffix_gives_a_plain_completion(filling: Served) -> None:
     for suffix in (None, ""):
         answer = filling.post(PATH, {"prompt": "ab", "suffix": suffix, "max_tokens": 5}).json()
         assert answer["choices"][0]["text"] == "".join(map(chr, generated(byte_ids("ab"), 5)))
@@ -81,7 +81,7 @@ def test_control_tokens_in_the_texts_are_read_as_in_any_raw_prompt(filling: Serv
     assert answer["usage"]["prompt_tokens"] == 3 + 1 + 2
 
 
-def test_it_ends_with_what_ends_an_infilling() -> None:
+def test_an_infilling_stops_at_the_infilling_end_token() -> None:
     text = [*byte_ids("done"), PAD, *byte_ids("more")]
 
     def next_token(tokens: list[int], num_prompt_tokens: int) -> int:
@@ -115,13 +115,13 @@ def test_log_probabilities(tiny: Served, stream: bool) -> None:
     assert np.abs(np.array(logprobs["token_logprobs"]) - wanted).max() < 1e-4
 
 
-def test_the_prompts_log_probabilities_are_those_of_all_its_tokens(tiny: Served) -> None:
+def test_prompt_logprobs_cover_all_infilling_prompt_tokens(tiny: Served) -> None:
     body = {"prompt": "ab", "suffix": "c", "prompt_logprobs": 0, "max_tokens": 1}
     (choice,) = tiny.post(PATH, body).json()["choices"]
     assert [int(key) for entry in choice["prompt_logprobs"][1:] for key in entry] == prompt_ids("ab", "c")[1:]
 
 
-def test_where_it_is_refused(served: Served, filling: Served) -> None:
+def test_unsupported_or_invalid_suffixes_get_a_400(served: Served, filling: Served) -> None:
     body = {"prompt": "a", "suffix": "b", "max_tokens": 2}
     error = check_error(served.post(PATH, body), 400, "suffix", code="unsupported_parameter")
     assert "filling in the middle" in error["message"]

@@ -51,7 +51,7 @@ TURNED = {
 
 
 @pytest.mark.parametrize("name", TURNED)
-def test_what_a_template_refuses(name: str) -> None:
+def test_messages_are_reordered_for_templates_that_refuse_the_order(name: str) -> None:
     template, expected = TURNED[name]
     rules = tiny_tokenizer(template).message_rules
     given = [dict(message) for message in GIVEN]
@@ -64,7 +64,7 @@ def test_what_a_template_refuses(name: str) -> None:
     assert more[: len(ordered)] == ordered
 
 
-def test_what_a_template_takes_stays_as_it_is() -> None:
+def test_messages_that_the_template_accepts_stay_unchanged() -> None:
     assert in_accepted_order(GIVEN, tiny_tokenizer(CHAT_TEMPLATE).message_rules) is GIVEN
 
 

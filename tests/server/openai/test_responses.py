@@ -76,7 +76,7 @@ def test_stream(calling: Served) -> None:
         assert stream.get_final_response().output_text == RECORD.content
 
 
-def test_a_conversation_goes_on(served: Served) -> None:
+def test_previous_response_id_continues_the_conversation(served: Served) -> None:
     client = served.client()
     first = client.responses.create(model=MODEL, input="hi", instructions="Be brief.", max_output_tokens=5)
     second = client.responses.create(model=MODEL, input="more", previous_response_id=first.id, max_output_tokens=5)
@@ -104,7 +104,7 @@ def test_a_conversation_goes_on(served: Served) -> None:
         client.responses.retrieve(third.id)
 
 
-def test_what_comes_back_is_what_was_said(calling: Served) -> None:
+def test_output_items_sent_back_as_input_form_the_conversation(calling: Served) -> None:
     """The output items of a response, sent back as input with the results of the calls, form the conversation."""
     client = calling.client()
     response = client.responses.create(model=MODEL, input="hi", tools=FLAT_TOOLS)
@@ -264,7 +264,7 @@ def test_unfinished_responses_stay_stored() -> None:
     assert (info.value.status_code, info.value.param) == (400, "background")
 
 
-def test_what_is_told_again_is_bounded() -> None:
+def test_the_size_of_echoed_request_fields_is_bounded() -> None:
     with serve() as served:
         tools = [{"type": "function", "name": f"f{i}", "parameters": {"type": "object"}} for i in range(3000)]
         answer = served.post("/v1/responses", {"model": MODEL, "input": "hi", "tools": tools})

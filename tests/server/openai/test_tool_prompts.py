@@ -43,7 +43,7 @@ def test_chat_completions(calling: Served) -> None:
     assert [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls] == RECORD.calls
 
 
-def test_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_without_tools_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "metal_engine")
     with serve(script("x"), config=CONFIG) as served:
         for _ in range(3):
@@ -137,7 +137,7 @@ def test_calls_become_text_if_the_template_leaves_them_out() -> None:
         assert prompt(served, CONVERSATION) == "".join(message["content"] for message in AS_TEXT)
 
 
-def test_the_same_from_messages_and_responses(calling: Served) -> None:
+def test_messages_and_responses_render_tool_calls_to_the_same_prompt(calling: Served) -> None:
     turn = [{"type": "text", "text": RECORD.content}]
     turn += [
         {"type": "tool_use", "id": f"c{i}", "name": name, "input": arguments}
@@ -167,13 +167,13 @@ def test_the_same_from_messages_and_responses(calling: Served) -> None:
 
 
 @pytest.mark.parametrize("last", [4, 5])
-def test_turns_alternate_for_templates_that_want_it(last: int) -> None:
+def test_turns_alternate_if_the_template_requires_alternation(last: int) -> None:
     with serve(script("x"), config=CONFIG, tokenizer=tiny_tokenizer(ALTERNATING)) as served:
         text = prompt(served, CONVERSATION[:last], tools=TOOLS)
         assert text.count("<|im_start|>user") == 2 and ("and?" in text) == (last == 5)
 
 
-def test_a_template_that_knows_calls_is_given_them() -> None:
+def test_tool_calls_are_passed_to_templates_that_render_tool_calls() -> None:
     template = (
         "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls %} {{ c.function.name }}{% endfor %};{% endfor %}"
     )

@@ -171,7 +171,7 @@ def test_refused_choices(plain: Served) -> None:
             assert "--" in error["message"]
 
 
-def test_what_a_forced_choice_asks_for() -> None:
+def test_a_forced_tool_choice_sets_the_structured_output_schema() -> None:
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
 
     def schema(choice: Any, **more: Any) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def test_a_long_message_is_continued_within_or_after_its_reasoning() -> None:
             assert (message.get("reasoning"), message["content"]) == (reasoning, content)
 
 
-def test_plain_answers_are_as_they_were(served: Served) -> None:
+def test_responses_without_tools_have_no_tool_fields(served: Served) -> None:
     message = served.post("/v1/chat/completions", {"messages": USER, "max_tokens": 5}).json()["choices"][0]["message"]
     assert message.keys() == {"role", "content", "refusal"}
 

@@ -45,7 +45,7 @@ def page(browser: Browser, served: Served) -> Iterator[Page]:
         yield page
 
 
-def test_an_answer_is_streamed_as_markdown_with_what_it_took(browser: Browser) -> None:
+def test_a_response_is_shown_as_markdown_with_time_and_token_figures(browser: Browser) -> None:
     with serve(script(MARKDOWN), step_time=0.005) as served, page_of(browser, served) as page:
         for number in (1, 2):
             ask(page, "Show me", number)
@@ -59,7 +59,7 @@ def test_an_answer_is_streamed_as_markdown_with_what_it_took(browser: Browser) -
         assert cached > 0 and cached % 8 == 0  # cached blocks of the first prompt
 
 
-def test_under_an_answer_are_its_accepted_drafts(browser: Browser) -> None:
+def test_a_response_footer_shows_the_accepted_drafts(browser: Browser) -> None:
     """The count does not include drafts of an earlier answer."""
     speculative = speculative_config()
     config = fake_config(speculative=speculative)
@@ -77,7 +77,7 @@ def test_under_an_answer_are_its_accepted_drafts(browser: Browser) -> None:
         assert f" {accepted} of {proposed} drafts accepted" in figures.inner_text()
 
 
-def test_what_a_model_writes_cannot_hurt(browser: Browser) -> None:
+def test_hostile_model_output_is_sanitized(browser: Browser) -> None:
     with serve(script(HOSTILE)) as served, page_of(browser, served) as page:
         ask(page, "Hurt me")
         body = page.locator(".message.assistant .body")
@@ -102,7 +102,7 @@ def test_stop_ends_the_request(page: Page, served: Served) -> None:
     assert page.locator(".message.assistant .body").inner_text() == text
 
 
-def test_a_reload_in_the_middle_ends_the_request_and_keeps_what_there_was(page: Page, served: Served) -> None:
+def test_a_reload_aborts_the_request_and_keeps_the_partial_response(page: Page, served: Served) -> None:
     served.runner.step_time = 0.02
     say(page, "Go on")
     page.wait_for_selector(".message.assistant .figures")
@@ -193,7 +193,7 @@ def test_calls_are_shown_and_answered(browser: Browser) -> None:
         assert texts(page, ".message.tool .body") == ["sunny"]
 
 
-def test_a_long_prompt_shows_how_far_it_is(browser: Browser) -> None:
+def test_prefill_progress_is_shown_for_a_long_prompt(browser: Browser) -> None:
     config = fake_config(max_num_batched_tokens=16)
     with serve(script("yes"), config=config, step_time=0.15) as served, page_of(browser, served) as page:
         going_on = hold_after(served, 6)
@@ -207,7 +207,7 @@ def test_a_long_prompt_shows_how_far_it_is(browser: Browser) -> None:
         assert not page.locator(".waiting").is_visible()
 
 
-def test_a_cell_of_several_blocks_says_whose_they_are(browser: Browser) -> None:
+def test_a_cell_of_several_blocks_names_the_requests_that_use_the_blocks(browser: Browser) -> None:
     config = fake_config(num_blocks=20_000)
     body = {"prompt": "a prefix that two requests share, of some blocks", "n": 2, "max_tokens": 200}
     with serve(config=config, step_time=0.01) as served, page_of(browser, served) as page, ThreadPoolExecutor() as pool:
@@ -288,7 +288,7 @@ def test_demonstrations(browser: Browser) -> None:
 
 
 @pytest.mark.full
-def test_a_cache_too_large_to_fill_says_so(browser: Browser) -> None:
+def test_the_fill_demo_refuses_a_kv_cache_too_large_to_fill(browser: Browser) -> None:
     with serve(config=fake_config(num_blocks=20_000)) as served, page_of(browser, served) as page:
         page.click("#demo-fill")
         page.wait_for_selector("#demo-status:not([hidden])")
@@ -296,7 +296,7 @@ def test_a_cache_too_large_to_fill_says_so(browser: Browser) -> None:
         assert not served.runner.has_arrived
 
 
-def test_the_key_is_asked_for_and_forgotten_with_the_tab(browser: Browser) -> None:
+def test_the_api_key_is_requested_and_kept_only_for_the_browser_tab(browser: Browser) -> None:
     with serve(script("yes"), args=ServerArgs(api_key=("sesame",))) as served:
         with page_of(browser, served, live=False) as page:
             page.locator("#key-dialog").wait_for()
@@ -316,7 +316,7 @@ def test_the_key_is_asked_for_and_forgotten_with_the_tab(browser: Browser) -> No
 
 
 @pytest.mark.full
-def test_the_view_comes_back_with_the_server(browser: Browser, served: Served) -> None:
+def test_the_live_view_reconnects_when_the_server_returns(browser: Browser, served: Served) -> None:
     with page_of(browser, served) as page:
         served.loop.call_soon_threadsafe(served.server.config.app.state.viewer_registry.of(None).close)  # type: ignore[union-attr]
         page.wait_for_selector("#connection[data-state=lost]")

@@ -45,7 +45,7 @@ def keep(page: Page, title: str, *answers: str) -> None:
     page.wait_for_selector("#connection[data-state=live]")
 
 
-def test_text_that_is_too_much_for_markdown_is_shown_as_it_is(browser: Browser) -> None:
+def test_text_too_complex_for_markdown_is_shown_as_plain_text(browser: Browser) -> None:
     """A stored conversation with these texts leaves the page usable from its first load."""
     with serve(script("**yes**")) as served, page_of(browser, served) as page:
         keep(page, "hostile", *TOO_MUCH.values())
@@ -56,7 +56,7 @@ def test_text_that_is_too_much_for_markdown_is_shown_as_it_is(browser: Browser) 
         assert page.locator(".message.assistant .body strong").inner_text() == "yes"
 
 
-def test_an_answer_that_stops_markdown_is_streamed_as_it_is(browser: Browser) -> None:
+def test_a_streamed_response_too_complex_for_markdown_is_plain_text(browser: Browser) -> None:
     text = TOO_MUCH["quotes"]
     config = fake_config(num_blocks=1024, max_model_len=8192)
     with serve(script(text), config=config) as served, page_of(browser, served) as page:
@@ -72,7 +72,7 @@ def test_a_table_of_too_many_cells_stays_text(browser: Browser) -> None:
         assert second.locator("td").all_inner_texts() == ["1", "2"]
 
 
-def test_what_went_wrong_is_red_and_a_whole_answer_is_copied(browser: Browser) -> None:
+def test_errors_are_marked_and_a_response_is_copied_as_markdown(browser: Browser) -> None:
     text = "# A title\n\nand **more**"
     with serve(script(text)) as served, page_of(browser, served) as page:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])

@@ -275,7 +275,7 @@ def test_an_error_of_the_server_is_shown_and_the_image_can_be_removed(browser: B
 
 
 @pytest.mark.full
-def test_more_than_the_server_takes_is_not_read(page: Page, tmp_path: Path) -> None:
+def test_images_above_the_server_size_limits_are_not_read(page: Page, tmp_path: Path) -> None:
     contents = sent(page)
     large = large_file(tmp_path, "large.png", 19)
     for _ in range(4):
@@ -287,7 +287,7 @@ def test_more_than_the_server_takes_is_not_read(page: Page, tmp_path: Path) -> N
     assert problem == "the images up to here have more than 64 MiB" and not contents
 
 
-def test_a_model_without_images_says_why(browser: Browser) -> None:
+def test_the_page_shows_why_the_model_does_not_accept_images(browser: Browser) -> None:
     with serve(script("yes")) as served, page_of(browser, served) as page:
         refusal = served.engine.config.model.image_refusal
         page.click("#image-add")

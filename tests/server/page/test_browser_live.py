@@ -59,14 +59,14 @@ def test_eight_requests_have_eight_colours(browser: Browser, served: Served) -> 
             assert (light + 0.05) / (dark + 0.05) >= 3, (colour, ground)
 
 
-def test_slow_steps_leave_room_for_others(browser: Browser, served: Served) -> None:
+def test_the_tape_shrinks_slow_steps_to_show_several_steps(browser: Browser, served: Served) -> None:
     with page_of(browser, served) as page:
         assert page.evaluate(SLOW_STEPS)[0] >= 4
         num_seen, scale, most = page.evaluate(SLOW_STEPS)
         assert num_seen <= 5 and 0 < scale < most == 60
 
 
-def test_a_demonstration_shows_how_far_it_is(browser: Browser) -> None:
+def test_a_demonstration_shows_progress(browser: Browser) -> None:
     config = fake_config(num_blocks=64, block_size=4, max_model_len=128)
     with serve(config=config, step_time=0.01) as served, page_of(browser, served) as page:
         going_on = hold_after(served, 20)  # during the demonstration
@@ -123,7 +123,7 @@ def test_a_model_is_picked(browser: Browser) -> None:
         page.wait_for_function("() => document.querySelector('#model').textContent.startsWith('a ·')")
 
 
-def test_of_a_model_that_is_not_loaded_nothing_is_shown(browser: Browser) -> None:
+def test_the_live_view_shows_no_data_of_an_unloaded_model(browser: Browser) -> None:
     """Data of another model, or of the same model before it was unloaded, is not shown either."""
     with serve_fakes("ab") as fakes:
         served: Any = fakes.served
@@ -160,7 +160,7 @@ def test_of_a_model_that_is_not_loaded_nothing_is_shown(browser: Browser) -> Non
             check_nothing_is_shown(page, "a")
 
 
-def test_a_server_that_has_started_anew_with_several_where_it_had_one(browser: Browser) -> None:
+def test_the_page_adapts_to_a_restart_from_one_to_several_models(browser: Browser) -> None:
     """The page polls by itself, without any user action."""
     urls: list[str] = []
 
@@ -207,7 +207,7 @@ def test_a_server_that_has_started_anew_with_other_models(browser: Browser) -> N
         assert page.is_hidden("#models")
 
 
-def test_an_answer_that_waits_for_its_model_says_so_and_has_its_colour(browser: Browser) -> None:
+def test_a_response_shows_model_loading_and_then_the_request_colour(browser: Browser) -> None:
     """The page finds the request in the engine, because the stream has its id from the start."""
     model = FakeModel(1, step_time=0.03)
     model.gate.clear()

@@ -82,7 +82,7 @@ def test_every_file_is_served_with_the_policy(served: Served) -> None:
         assert (again.status_code, again.content) == (304, b"")
 
 
-def test_nothing_comes_from_elsewhere() -> None:
+def test_page_files_load_only_files_of_the_page() -> None:
     """Imports are of existing files, and styles load no files."""
     for name in FILES:
         text = (STATIC / name).read_text(encoding="utf-8")
@@ -110,7 +110,7 @@ def test_the_files_are_small_and_name_their_licences() -> None:
     assert all(len((STATIC / name).read_text(encoding="utf-8").splitlines()) <= 400 for name in ours)
 
 
-def test_the_page_is_open_and_what_it_shows_is_not() -> None:
+def test_the_page_is_public_and_the_data_requires_the_key() -> None:
     with serve(args=ServerArgs(api_key=("k",))) as served:
         for path in ("/", PREFIX + "js/main.js"):
             for method in ("GET", "HEAD"):

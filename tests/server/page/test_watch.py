@@ -52,7 +52,7 @@ def complete(served: Served, prompt: str, max_tokens: int, n: int = 1) -> None:
     assert CLIENT.post(f"{served.url}/v1/completions", json=body).status_code == 200
 
 
-def test_the_snapshot_says_what_runs(small: Served) -> None:
+def test_the_snapshot_describes_models_pool_limits_and_stats(small: Served) -> None:
     complete(small, "a" * 40, 2)
     with httpx.stream("GET", small.url + "/watch?seconds=0") as response:
         (name, first), *rest = events_of(response.iter_lines())
@@ -83,7 +83,7 @@ def test_frames_show_the_pool_through_an_exhaustion(small: Served) -> None:
             assert second.cached == picture.cached and second.tables == picture.tables
 
 
-def test_an_abort_with_nothing_after_it_is_told(small: Served) -> None:
+def test_an_abort_is_sent_to_viewers_even_if_no_step_follows(small: Served) -> None:
     with looking(small) as (picture, events):
         small.runner.step_time = 0.01
         body = {"prompt": "a" * 20, "max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -101,7 +101,7 @@ def test_an_abort_with_nothing_after_it_is_told(small: Served) -> None:
         picture.check(small.core.scheduler)
 
 
-def test_nothing_is_watched_without_viewers(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_not_observed_without_viewers(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def forbidden(*_: object) -> None:
@@ -164,7 +164,7 @@ def test_a_stream_ends_in_time_even_if_events_always_wait(small: Served, monkeyp
     asyncio.run(scenario())
 
 
-def test_a_viewer_that_reads_too_slowly_is_told_anew() -> None:
+def test_a_viewer_over_the_unread_limit_must_restart_from_a_snapshot() -> None:
     viewer = Viewer()
     viewer.must_begin = False
     for _ in range(viewers_module.MAX_UNREAD):
@@ -177,7 +177,7 @@ def test_a_viewer_that_reads_too_slowly_is_told_anew() -> None:
     assert viewer.must_begin and viewer.take() == b""
 
 
-def test_a_viewer_that_reads_nothing_holds_up_nobody(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_viewer_that_does_not_read_does_not_delay_requests(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow viewer has a bounded queue of events, and the state that it finally reads is right."""
     monkeypatch.setattr(viewers_module, "MAX_UNREAD", 4)
     monkeypatch.setattr("metal_engine.engine.step_observer.FRAME_SECONDS", 0.0)
@@ -204,7 +204,7 @@ def test_a_viewer_that_reads_nothing_holds_up_nobody(small: Served, monkeypatch:
     asyncio.run(scenario()).check(small.core.scheduler)
 
 
-def test_the_server_ends_streams_when_it_ends() -> None:
+def test_server_shutdown_ends_watch_streams() -> None:
     with serve() as served:
         with looking(served) as (_, events):
             asyncio.run_coroutine_threadsafe(served.server._lifecycle.drain(1), served.loop).result(DEADLINE)

@@ -39,7 +39,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         yield served
 
 
-def test_where_the_prompt_came_from(served: Served) -> None:
+def test_usage_and_metrics_report_prompt_tokens_from_the_kv_store(served: Served) -> None:
     def usage() -> tuple[int, int, int]:
         answer = served.client().completions.create(model=MODEL, prompt=PROMPT, max_tokens=3)
         assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
@@ -56,7 +56,7 @@ def test_where_the_prompt_came_from(served: Served) -> None:
     assert f'metal_engine:kv_transfer_prompt_tokens_store_total{{model_name="{MODEL}"}} 32.0' in metrics
 
 
-def test_an_engine_without_a_store_says_nothing_of_it() -> None:
+def test_health_and_metrics_omit_kv_transfer_without_a_store() -> None:
     with serve() as served:
         assert "kv_transfer" not in httpx.get(f"{served.url}/health").json()
         assert "kv_transfer" not in httpx.get(f"{served.url}/metrics").text

@@ -80,7 +80,7 @@ def test_loads() -> None:
             list(stream)
 
 
-def test_layers_by_what_computes_their_attention() -> None:
+def test_attention_layers_are_reported_per_backend() -> None:
     """The start-up block and /health give the same counts in words."""
     layers = AttentionLayers(metal=24, portable=4, not_covered=("head_dim 512",))
     config = replace(fake_config(), attention_backend="metal", attention_layers=layers)
@@ -101,7 +101,7 @@ def test_an_index_without_kernels_shows(why: str) -> None:
         assert scrape(served)["index_kernels"] == {(): int(not why)}
 
 
-def test_what_the_device_is_given() -> None:
+def test_command_buffer_limits_and_dispatch_are_reported() -> None:
     config = replace(fake_config(), command_buffers=CommandBufferLimits(29, 4096), dispatch="one after the other")
     with serve(config=config) as served:
         health = httpx.get(served.url + "/health").json()
@@ -189,7 +189,7 @@ def test_histogram_agrees_with_prometheus() -> None:
     assert registry.get_sample_value("h_sum") == ours.sum
 
 
-def test_the_dashboard_asks_for_what_is_there(served: Served) -> None:
+def test_the_dashboard_uses_only_existing_metrics(served: Served) -> None:
     text = dashboard.PAGE.read_text(encoding="utf-8")
     assert json.loads(text) == dashboard.dashboard(), "run `python -m tools.docs.dashboard`"
     names = set(re.findall(r"metal_engine:(\w+)", text))

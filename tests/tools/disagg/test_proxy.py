@@ -67,7 +67,9 @@ def complete(url: str, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_server_is_asked_for_its_part(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+def test_the_proxy_sends_a_one_token_prefill_and_the_full_request(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     with serve() as prefill, serve() as decode, proxying(prefill.url, decode.url) as url:
         at_prefill = seen_by(prefill, monkeypatch)
         at_decode = seen_by(decode, monkeypatch, after=at_prefill)
@@ -109,7 +111,7 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch
             assert httpx.get(f"{url}/health", trust_env=False).json()["decode"]["status"] != "error"
 
 
-def test_a_decode_server_that_waits_for_a_dead_prefill_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proxy_retries_decode_without_kv_if_the_prefill_server_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve() as decode, proxying(f"http://127.0.0.1:{free_port()}", decode.url) as url:
         at_decode = seen_by(decode, monkeypatch)
         scheduler = decode.core.scheduler
@@ -165,7 +167,7 @@ def test_a_client_that_leaves_before_the_answer_begins_ends_both() -> None:
         assert 0 < decode.runner.num_steps < 400
 
 
-def test_what_is_asked_of_the_prefill_server_can_be_met_with_one_token() -> None:
+def test_prefill_requests_ask_for_exactly_one_token() -> None:
     body = {
         "prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 20,
         "max_completion_tokens": 30, "min_tokens": 5, "n": 3, "best_of": 3, "temperature": 0.5,

@@ -16,7 +16,7 @@ MAX_OPS_OF = {17: 24, 13: 31, 12: 33, 11: 36, 10: 40, 8: 60}
 
 
 @pytest.mark.parametrize(("late", "replay"), sweep(product(BOTH, BOTH), lambda late, replay: late != replay))
-def test_behind_another_step_nothing_is_copied(on_device: OnDevice, late: bool, replay: bool) -> None:
+def test_queued_dispatch_copies_no_kv_cache(on_device: OnDevice, late: bool, replay: bool) -> None:
     """A late device completes nothing until the host waits for it, in MLX's throttle."""
     counts = on_device("decode", ahead=True, behind=True, late=late, replay=replay)
     assert counts["forwards"].get("replayed", 0) >= (6 if replay else 0)
@@ -38,7 +38,7 @@ def test_after_the_end_few_command_buffers_do_no_harm(on_device: OnDevice) -> No
     ("late", "behind", "replay"),
     sweep(product(BOTH, BOTH, BOTH), lambda *case: case in ((False, True, True), (True, False, False))),
 )
-def test_where_states_are_carried_on_nothing_is_copied(
+def test_dispatch_of_hybrid_models_copies_no_kv_cache(
     on_device: OnDevice, late: bool, behind: bool, replay: bool
 ) -> None:
     counts = on_device("decode", ahead=True, behind=behind, late=late, replay=replay, hybrid=True)
@@ -48,7 +48,7 @@ def test_where_states_are_carried_on_nothing_is_copied(
 
 
 @pytest.mark.parametrize("behind", [pytest.param(False, marks=pytest.mark.full), True])
-def test_chunks_that_sample_nothing_are_written_in_place(on_device: OnDevice, behind: bool) -> None:
+def test_prefill_chunks_without_samples_are_written_in_place(on_device: OnDevice, behind: bool) -> None:
     """The output of such a step keeps the whole cache alive until it ends, so the next step is not dispatched behind
     it.
     """
@@ -57,7 +57,7 @@ def test_chunks_that_sample_nothing_are_written_in_place(on_device: OnDevice, be
 
 
 @pytest.mark.parametrize("replay", [pytest.param(False, marks=pytest.mark.full), True], ids=["built", "replayed"])
-def test_a_check_at_the_start_chooses_where_states_are_carried_on(on_device: OnDevice, replay: bool) -> None:
+def test_startup_check_decides_on_queued_dispatch_for_hybrid_models(on_device: OnDevice, replay: bool) -> None:
     """Queued dispatch is chosen for steps with many command buffers. Few buffers or a small cache turn it off."""
     for max_ops, num_blocks in ((24, 1 << 16), (60, 1 << 16), (24, 1 << 8)):
         chosen = on_device("choose", max_ops=max_ops, num_blocks=num_blocks, replay=replay, hybrid=True)
@@ -90,7 +90,7 @@ def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int, rep
         assert "after the end" in chosen["dispatch"] and "queued steps would copy" in chosen["dispatch"]
 
 
-def test_behind_a_step_is_given_before_the_one_before_is_waited_for(on_device: OnDevice) -> None:
+def test_queued_steps_are_dispatched_before_waiting_for_the_previous_step(on_device: OnDevice) -> None:
     """A step is dispatched in two parts. Between them, the tokens of the previous step are reported without a wait.
 
     The next step is planned after that, when the device has both parts.
@@ -101,7 +101,7 @@ def test_behind_a_step_is_given_before_the_one_before_is_waited_for(on_device: O
 
 
 @pytest.mark.full
-def test_after_the_end_a_step_is_given_when_the_one_before_has_been_waited_for(on_device: OnDevice) -> None:
+def test_unqueued_steps_are_dispatched_after_waiting_for_the_previous_step(on_device: OnDevice) -> None:
     seen = on_device("order", behind=False)["seen"]
     assert seen == ["give", "plan", "build", "wait", "give", "tokens"] * 3
 

@@ -12,21 +12,21 @@ from tools.fake_gpu import FakeGpuError, build, device
 from tools.fake_gpu import __main__ as command
 
 
-def test_kernels_take_their_time_one_after_the_other(on_device: OnDevice) -> None:
+def test_fake_gpu_runs_kernels_sequentially(on_device: OnDevice) -> None:
     counts = on_device("timeline")
     assert counts["kernels"] == 10 and counts["views"] == 0
     assert counts["busy_ns"] == 10_000_000
     assert counts["commits"] == 3  # buffers of 4, 4 and 2 kernels
 
 
-def test_a_kernel_takes_time_for_what_it_reads_and_writes(on_device: OnDevice) -> None:
+def test_kernel_time_depends_on_bytes_read_and_written(on_device: OnDevice) -> None:
     """Writing or gathering a row of an array costs 4 KiB read and 4 KiB written, whatever the array's size."""
     whole, written, picked = on_device("per_byte")["us"]
     assert whole == 2 * 1024
     assert 8 <= written <= 9 and 8 <= picked <= 9  # includes the index
 
 
-def test_writes_to_what_others_hold_are_copies(on_device: OnDevice) -> None:
+def test_writes_to_shared_arrays_make_copies(on_device: OnDevice) -> None:
     assert on_device("donation")["copies"] == [0, 1, 1]
 
 
@@ -56,7 +56,7 @@ def test_a_reference_to_the_old_pool_is_seen(on_device: OnDevice) -> None:
 
 
 @pytest.mark.parametrize("hybrid", [False, pytest.param(True, marks=pytest.mark.full)], ids=["attention", "hybrid"])
-def test_the_host_s_time_is_told_beside_mlx_lm_s(on_device: OnDevice, hybrid: bool) -> None:
+def test_host_time_report_includes_mlx_lm(on_device: OnDevice, hybrid: bool) -> None:
     found = on_device("host", hybrid=hybrid)
     assert found["status"] == 0
     assert "100% of the replayed engine's steps were" in found["told"][0]
@@ -69,7 +69,7 @@ def test_the_host_s_time_is_told_beside_mlx_lm_s(on_device: OnDevice, hybrid: bo
     assert ratios["replayed"][0] == pytest.approx(times["replayed"] / times["built"], abs=0.01)
 
 
-def test_another_mlx_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_mlx_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform != "linux":
         pytest.skip("refused anyway")
     monkeypatch.setattr(device, "TRIED", ("0.1.0",))
@@ -83,13 +83,13 @@ def test_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         device._find_mlx()
 
 
-def test_it_comes_before_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installing_the_fake_gpu_after_importing_mlx_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx.core", sys)
     with pytest.raises(FakeGpuError, match=r"mlx\.core has been imported"):
         device.install()
 
 
-def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_compiler_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(FakeGpuError, match="apt-get install g"):

@@ -9,7 +9,7 @@ import pytest
 from tests.tools.fake_gpu.conftest import OnDevice
 
 
-def test_a_start_chooses_and_later_starts_keep_it(
+def test_later_starts_reuse_the_attention_tuning_of_the_first_start(
     on_device: OnDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first start measures and writes a file. The second start reads it.
@@ -30,7 +30,7 @@ def test_a_start_chooses_and_later_starts_keep_it(
 
 
 @pytest.mark.full
-def test_it_can_be_turned_off(on_device: OnDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_tuning_can_be_disabled(on_device: OnDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METAL_ENGINE_CACHE", str(tmp_path / "cache"))
     never = on_device("tune", folder=str(tmp_path), setting="never", start=1)
     assert never["cuts"] == [] and never["banner"] is None and never["tokens"] == 8

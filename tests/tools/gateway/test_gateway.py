@@ -152,7 +152,7 @@ def hit_rate(url: str, name: str, *, users: int, turns: int) -> float:
     return num_cached / num_tokens
 
 
-def test_conversations_stay_where_their_kv_is(fleet: Fleet) -> None:
+def test_gateway_hit_rate_is_close_to_the_hit_rate_of_one_server(fleet: Fleet) -> None:
     """The gateway's hit rate is close to the maximum, which a single server with all requests reaches."""
     possible = hit_rate(fleet.server.url, "a", users=8, turns=4)
     assert possible > 0.5
@@ -184,7 +184,7 @@ def end_of_a_cut_stream(url: str, servers: list[FakeServer]) -> tuple[FakeServer
 
 @pytest.mark.full
 @pytest.mark.parametrize("checks", ["find_it_dead", "miss_it"])
-def test_servers_come_and_go(checks: str) -> None:
+def test_no_response_is_lost_when_servers_start_die_or_shut_down(checks: str) -> None:
     """One server starts late, one is killed under load, and one is shut down under load. No whole response is lost.
 
     The killed server is restarted and used again. In one case, the gateway's health checks find it dead first. In the
@@ -250,7 +250,7 @@ def test_servers_come_and_go(checks: str) -> None:
 # --- prefill and decode ---
 
 
-def test_what_the_prefill_server_answers_reaches_the_decode_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gateway_passes_kv_transfer_params_from_prefill_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway requests one token from the producer, then all tokens from the consumer, with the flag to load KV."""
     producer, consumer = (replace(fake_config(), kv_role=role) for role in ("kv_producer", "kv_consumer"))
     with (

@@ -35,7 +35,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["server", "gateway", "group"])
-def test_what_launchd_reads(name: str) -> None:
+def test_launchd_plists_have_valid_types_and_restart_rules(name: str) -> None:
     """Values have launchd's types. A server restarts after a crash, but not after a requested shutdown.
 
     A group always restarts, because the status of its launcher is meaningless.
@@ -48,7 +48,7 @@ def test_what_launchd_reads(name: str) -> None:
     assert Path(plist["ProgramArguments"][0]).is_absolute() and Path(plist["StandardErrorPath"]).is_absolute()
 
 
-def test_the_server_takes_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_server_accepts_the_launchd_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     (written,) = re.findall(r"echo '(api-key: .*?)' > ~/.config/metal-engine/server.yaml", PAGE)
     config.write_text(written)
@@ -71,7 +71,7 @@ def test_the_server_takes_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert plist["ExitTimeOut"] > server_args.shutdown_timeout
 
 
-def test_a_group_takes_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_group_of_ranks_accepts_the_launchd_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """mlx's own launcher passes the command to both Macs, and a rank parses it as the command of a group."""
     hosts, config = tmp_path / "hosts.json", tmp_path / "group.yaml"
     hosts.write_text(json.dumps([{"ssh": f"mac{i}.local", "ips": [f"10.0.0.{i}"]} for i in (1, 2)]))
@@ -104,7 +104,7 @@ def test_a_group_takes_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert server_args.host == "0.0.0.0" and tuple(server_args.api_key) == ("KEY",)
 
 
-def test_the_gateway_takes_its_command() -> None:
+def test_the_gateway_accepts_the_launchd_command() -> None:
     plist = load("gateway")
     program, command, *arguments = plist["ProgramArguments"]
     assert (Path(program).name, command) == ("smg", "launch")

@@ -26,7 +26,7 @@ BLOCK_SIZE = 16
 
 
 @pytest.mark.full
-def test_the_decode_server_loads_what_the_prefill_server_computed() -> None:
+def test_the_decode_server_loads_kv_computed_by_the_prefill_server() -> None:
     """All whole blocks of the prompt are loaded, except the last token's block. The text is the same."""
     with ExitStack() as stack:
         store = stack.enter_context(shared_store())

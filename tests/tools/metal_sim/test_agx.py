@@ -42,7 +42,7 @@ block0 {
 """
 
 
-def test_spills_are_told_apart_by_loops() -> None:
+def test_spills_are_counted_separately_for_loops() -> None:
     made = listing.read(PRINTED)
     assert (made.registers, made.threads, made.instructions, made.code_size) == (21, 448, 9, 84)
     assert (made.stores, made.fills, made.loop_stores, made.loop_fills) == (2, 2, 1, 1)
@@ -62,7 +62,7 @@ def test_spills_are_told_apart_by_loops() -> None:
         ("jmp_any  -8", "jmp_any  -7", "middle of an instruction"),
     ],
 )
-def test_another_way_of_printing_is_an_error(old: str, new: str, message: str) -> None:
+def test_an_unexpected_listing_format_raises(old: str, new: str, message: str) -> None:
     with pytest.raises(ToolchainError, match=message):
         listing.read(PRINTED.replace(old, new))
 
@@ -201,7 +201,7 @@ def rows(found: Packages) -> dict[str, Row]:
     return {row.label if row.kernel == "MLX" else row.kernel: row for row in measure.measure(jobs)}
 
 
-def test_what_does_not_fit_into_registers_spills(rows: dict[str, Row]) -> None:
+def test_kernels_that_exceed_the_registers_spill(rows: dict[str, Row]) -> None:
     for generation in (13, 14):
         few, many = rows["few"].made[generation], rows["many"].made[generation]
         assert 40 <= few.registers <= 90 and few.stores == few.fills == 0
@@ -211,7 +211,7 @@ def test_what_does_not_fit_into_registers_spills(rows: dict[str, Row]) -> None:
         assert len(few.loops) == 1 and 40 * 4 < few.loop_size < few.code_size < many.code_size
 
 
-def test_a_refused_kernel_leaves_others_alone(rows: dict[str, Row]) -> None:
+def test_a_kernel_refused_by_the_compiler_does_not_affect_other_kernels(rows: dict[str, Row]) -> None:
     assert "acosh" in (rows["refused"].error or "") and not rows["refused"].made
     assert [name for name, row in rows.items() if row.error] == ["refused"]
 
@@ -227,7 +227,7 @@ def test_kernels_of_mlx_fit(rows: dict[str, Row]) -> None:
         assert made.threads >= row.threads
 
 
-def test_ways_of_attention_are_compiled_by_themselves(found: Packages) -> None:
+def test_attention_ways_are_compiled_separately(found: Packages) -> None:
     from tests.tools.metal_sim.some_variants import some_variants
 
     variant = next(v for v in some_variants() if v.kernel == "paged_attention" and v.template["STAGED_PARTS"] == "1")

@@ -91,7 +91,7 @@ def test_small_inputs_are_checked_as_large_ones_and_the_reverse():
         np.testing.assert_array_equal(out, np.full(32, 3))
 
 
-def test_never_small_is_believed_only_while_it_is_true():
+def test_a_false_never_small_annotation_is_refused():
     source = """
     // metal_sim: never small: inp
     const device float2* p = (const device float2*)inp;
@@ -127,7 +127,7 @@ def test_an_untried_mlx_is_refused(monkeypatch):
         mlx_version.__wrapped__()
 
 
-def test_no_clang_says_what_to_do(monkeypatch):
+def test_a_missing_clang_error_names_the_install_script(monkeypatch):
     from tools.metal_sim import ToolchainError, toolchain
 
     monkeypatch.setenv("METAL_SIM_CLANG", "/nowhere/clang++")

@@ -99,7 +99,7 @@ def test_cuts_that_tuning_tries_have_variants(emitted) -> None:
     assert {"", "nothing staged", "tiles of half the rows", "at most 1 key fragment held"} <= cuts
 
 
-def test_shapes_are_those_that_the_documentation_names() -> None:
+def test_emitted_attention_shapes_match_the_models_table() -> None:
     layers = layers_by_model()
     assert set(layers) == set(SUPPORTED)
     page = (ROOT / "docs" / "models-table.md").read_text().split("## GGUF files")[0]
@@ -168,7 +168,7 @@ def test_an_emitted_file_is_whole_and_legal(emitted, kernel: str) -> None:
             check(unit_of("#include <metal_math>\n"), variant.name, own_files=False)
 
 
-def test_emitting_again_writes_the_same_and_removes_what_is_gone(emitted_small: Path, tmp_path: Path) -> None:
+def test_emitting_again_writes_equal_files_and_removes_old_sources(emitted_small: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(emitted_small, tmp_path / "metal")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     (folder / "older.metal").write_text("")
@@ -242,7 +242,7 @@ def test_the_mac_builds_every_file_for_every_gpu(metal: Path) -> None:
         assert len({re.search(r"-arch (\w+) ", call)[1] for call in of_gpus}) == 5
 
 
-def test_kernels_with_tensor_operations_are_built_for_gpus_that_have_them(metal: Path) -> None:
+def test_tensor_op_kernels_are_built_only_for_gpus_with_matrix_units(metal: Path) -> None:
     code, output, calls = run_builder(metal, "--tensor-ops")
     variants = manifest_of(metal)["variants"]
     names = [variant["name"] for variant in variants if variant["tensor_ops"]]
@@ -268,7 +268,7 @@ def test_a_kernel_without_enough_registers_fails_the_build(metal: Path) -> None:
     assert "exceeds available temporary registers" in output
 
 
-def test_gpus_that_an_xcode_does_not_know_are_said_and_left_out(metal: Path) -> None:
+def test_gpus_unknown_to_xcode_are_reported_and_skipped(metal: Path) -> None:
     code, output, calls = run_builder(metal, fail="-arch applegpu_g17g")
     assert code == 0 and "this Xcode does not compile for applegpu_g17g (M5)" in output
     assert sum("applegpu_g17g" in call for call in calls) == 1
@@ -284,7 +284,7 @@ def test_files_that_the_list_does_not_name_fail_the_build(metal: Path) -> None:
     assert code == 1 and "stray" in output and not calls
 
 
-def test_the_workflow_builds_what_it_emits() -> None:
+def test_the_workflow_builds_the_emitted_sources() -> None:
     """tests/tools/test_workflows.py tests what holds for every workflow."""
     workflow = yaml.safe_load(WORKFLOW.read_text())
     # YAML 1.1 reads the key `on` as true.

@@ -444,7 +444,7 @@ def test_device_memory_inside_a_threadgroup():
 
 @pytest.mark.parametrize("call", ["threadgroup_barrier(mem_flags::mem_threadgroup);", "meet();"])
 @pytest.mark.parametrize("condition", ["i < 16", "i < 32"])
-def test_the_same_barrier_in_both_branches(call, condition):
+def test_a_barrier_in_both_branches_is_reported_as_divergence(call, condition):
     error = find(
         f"uint i = thread_position_in_grid.x; if ({condition}) {{ {call} }} else {{ {call} }} out[i % 32] = 0;",
         header="void meet() { threadgroup_barrier(mem_flags::mem_threadgroup); }",

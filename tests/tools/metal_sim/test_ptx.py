@@ -156,7 +156,7 @@ SOME = (
     "case",
     [pytest.param(c, id=c.name, marks=[] if c.name.startswith(SOME) else [pytest.mark.full]) for c in SMALL_CASES],
 )
-def test_kernels_compute_the_same_with_these_headers(case: Case) -> None:
+def test_kernels_give_right_results_with_the_cuda_headers(case: Case) -> None:
     assert case.error(AsCuda) <= case.allowed
 
 
@@ -235,7 +235,7 @@ def test_an_assembler_is_at_hand() -> None:
     assert ptx.ptxas()
 
 
-def test_what_breaks_ptx_is_seen() -> None:
+def test_broken_ptx_is_rejected() -> None:
     variant = variant_of("short_convolution", mx.float16)
     made = ptx_of(variant.text, variant.function, list(variant.template.values()))
     for old, new in [

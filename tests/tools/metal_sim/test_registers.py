@@ -119,7 +119,7 @@ def test_every_kernel_fits_into_registers(kernel: str, dtype: str, published: li
     check_bounds(measure([job_of(v) for v in variants], PROCESSES, [13, 14]))
 
 
-def test_what_exceeds_a_bound_is_told() -> None:
+def test_kernels_beyond_a_bound_are_reported() -> None:
     row = Row("paged_attention", "float16", "128, group 4", {}, (256, 1, 1))
     fits = Compiled(104, 512, 2000, 14_000, 16, 16, 0, 0, 18_000, ())
     row.made = {13: fits}

@@ -68,7 +68,7 @@ def test_products(layout: int, transposed: bool) -> None:
     np.testing.assert_allclose(product(layout=layout, transposed=transposed), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_layout_that_is_not_asked_for_shows() -> None:
+def test_a_kernel_that_assumes_the_m5_layout_fails_with_another_layout() -> None:
     """MLX's kernels assume the layout of M5 (steel/attn/nax.h)."""
     known = """
       const int lane = thread_index_in_simdgroup;
@@ -80,7 +80,7 @@ def test_a_layout_that_is_not_asked_for_shows() -> None:
     assert np.abs(product(source, layout=1) - (A.astype(np.float64) @ B + 1)).max() > 1
 
 
-def test_elements_that_nobody_set_are_nan() -> None:
+def test_unset_tensor_elements_are_nan() -> None:
     assert np.isnan(product(SOURCE.replace("a[i] = A[at[1] * 16 + at[0]];", ""))).all()
 
 
@@ -112,7 +112,7 @@ def test_all_lanes_take_part() -> None:
         ("product.run(a, b, c)", "product.run(b, a, c)"),
     ],
 )
-def test_what_it_does_not_know_does_not_compile(old: str, new: str) -> None:
+def test_unsupported_tensor_operations_do_not_compile(old: str, new: str) -> None:
     source = SOURCE.replace("DESCRIPTOR", DESCRIPTOR)
     assert old in source
     with pytest.raises(CheckError):

@@ -41,7 +41,7 @@ def test_each_resource_of_a_launch() -> None:
     assert alone["latency"] == pytest.approx(2 * found["latency"]) and alone["issue"] > found["issue"]
 
 
-def test_an_idle_core_reads_nothing_and_the_slowest_group_counts() -> None:
+def test_idle_cores_read_nothing_and_the_slowest_group_sets_latency() -> None:
     found = limits(Launch([Threadgroup(8000, 9)], 8, 2, cache=640, threadgroup_memory=640), CHIP)
     assert found["cache"] == found["core"] == pytest.approx(20e-9)
     uneven = limits(Launch([Threadgroup(8000, 9), Threadgroup(800, 1)], 8, 2), CHIP)
@@ -80,7 +80,7 @@ def test_launches_read_k_and_v_from_memory_once() -> None:
             assert mlx(work, LLAMA_8B, chip, KERNELS)[0].cache == 4 * kv  # once for each query head
 
 
-def test_products_of_a_prompt_are_those_that_causality_leaves() -> None:
+def test_prefill_attention_counts_only_causal_products() -> None:
     work = Workload("", 1, 2048, 2048)
     (launch,) = ours(work, LLAMA_8B, CHIPS[0], KERNELS)
     assert len(launch.groups) == 2048 // 16 * 8

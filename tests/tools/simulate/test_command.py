@@ -31,7 +31,7 @@ def test_the_table_has_a_row_for_each_policy_and_number_and_the_plot_is_drawn(mo
     assert (tmp_path / "a" / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_other_step_times_are_used_and_what_is_assumed_is_said(monkeypatch, capsys, tmp_path):
+def test_given_step_times_are_used_and_assumptions_are_printed(monkeypatch, capsys, tmp_path):
     data = json.loads(STEPS_FILE.read_text())
     data["machine"] = "another machine"
     for step in data["steps"]:
@@ -47,7 +47,7 @@ def test_other_step_times_are_used_and_what_is_assumed_is_said(monkeypatch, caps
 
 
 @pytest.mark.parametrize("name", VARIED)
-def test_whatever_is_varied_changes_the_scenario_or_its_traffic(name):
+def test_each_varied_option_changes_the_scenario_or_traffic(name):
     args = make_parser().parse_args([])
     seen = []
     for changes in VARIED[name].values.values():
@@ -57,7 +57,7 @@ def test_whatever_is_varied_changes_the_scenario_or_its_traffic(name):
         seen.append(one)
 
 
-def test_a_store_is_varied_with_columns_of_its_own_and_processes_change_nothing(monkeypatch, capsys):
+def test_varied_stores_add_columns_and_processes_change_no_results(monkeypatch, capsys):
     args = ("--replicas", "5", "--policies", "round_robin", "--vary")
     text = command(monkeypatch, capsys, *args, "store", "lost", "--processes", "2")
     stores, losses = text.split("| policy | ")[1:]

@@ -9,7 +9,7 @@ def chain(*tokens: int) -> list[bytes]:
     return [bytes(tokens[: length + 1]) for length in range(len(tokens))]
 
 
-def test_the_longest_prefix_is_found_and_the_replica_that_had_it_last():
+def test_match_returns_the_longest_prefix_and_the_latest_replica():
     tree = PrefixTree(3, 100)
     tree.insert(chain(1, 2, 3), 0)
     tree.insert(chain(1, 2, 4), 2)
@@ -19,7 +19,7 @@ def test_the_longest_prefix_is_found_and_the_replica_that_had_it_last():
     assert tree.match(chain(1, 2, 9)) == (2, 0)
 
 
-def test_what_was_not_used_for_longest_is_forgotten_ends_before_beginnings():
+def test_eviction_drops_the_ends_of_least_recently_used_chains_first():
     tree = PrefixTree(1, 4)
     tree.insert(chain(1, 2), 0)
     tree.insert(chain(1, 3), 0)
@@ -33,7 +33,7 @@ PROMPTS = st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=6), st.integer
 
 @settings(max_examples=40)
 @given(PROMPTS, st.integers(6, 12))
-def test_the_tree_agrees_with_a_list_of_what_was_sent(prompts, max_blocks):
+def test_the_tree_matches_a_list_of_all_inserted_prompts(prompts, max_blocks):
     tree = PrefixTree(3, max_blocks)
     roomy = PrefixTree(3, 1 << 30)
     for tokens, replica in prompts:

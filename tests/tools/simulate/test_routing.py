@@ -44,14 +44,14 @@ def test_a_user_stays_at_one_replica_and_moves_only_if_that_is_lost():
     assert len({after[user] for user, at in before.items() if at == 0}) == 7
 
 
-def test_the_least_loaded_is_chosen_and_among_equals_in_turn():
+def test_least_loaded_picks_the_lowest_load_and_rotates_among_equals():
     chooser = policy("least_loaded")
     assert chooser.choose(Ask(0, ()), ALL, [3, 1, 2, 1]) == 1
     assert chooser.choose(Ask(0, ()), ALL, [3, 1, 2, 1]) == 3
     assert chooser.choose(Ask(0, ()), [0, 2], [3, 1, 2, 1]) == 2
 
 
-def test_a_chat_comes_back_to_where_it_was_while_that_one_has_not_much_more_to_do_than_others():
+def test_cache_aware_routing_keeps_the_replica_of_a_chat_until_overload():
     chooser = policy("cache_aware", balance_abs=3, balance_rel=1.5)
     first = chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN)
     others = [chooser.choose(Ask(1, chain(9, i)), ALL, EVEN) for i in (1,)]
@@ -96,7 +96,7 @@ def test_a_replica_spills_that_is_above_the_mean_by_both_measures():
 
 
 @pytest.mark.parametrize(("mean", "margin"), [(1, 4), (4, 4), (9, 6), (100, 50), (1600, 800)])
-def test_a_default_of_64_is_capped_at_what_loads_differ_by_at_random(mean, margin):
+def test_the_default_balance_limit_is_capped_at_random_load_variation(mean, margin):
     """The cap is two standard deviations, but at least four. At high loads, the relative limit is higher."""
     config = RouterConfig()
     num_others = 1000  # the busy replica hardly changes the mean of this many

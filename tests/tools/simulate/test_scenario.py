@@ -61,7 +61,7 @@ def check_conservation(fleet):
 
 
 @pytest.mark.parametrize("policy", sweep(POLICIES, lambda policy: policy in ("cache_aware", "session")))
-def test_every_request_ends_once_and_hits_do_not_exceed_what_is_possible(policy):
+def test_every_request_ends_once_and_hits_stay_within_possible_hits(policy):
     assert check_conservation(run(policy=policy)).num_broken == 0
 
 
@@ -78,7 +78,7 @@ def test_every_request_ends_once_with_a_store_and_lost_replicas(policy):
     assert [s for s in fleet.served if s.replica < 2 and s.asked_at > away[1]]  # both get requests again
 
 
-def test_one_replica_does_what_the_plain_simulator_does():
+def test_one_replica_gives_the_first_token_times_of_the_plain_simulator():
     output = 20
     config = make_config(max_num_partial_prefills=4)
     arrivals, _ = make_arrivals(MIXED, 150, output, MODEL, 0.8)
@@ -99,13 +99,13 @@ def test_a_run_depends_on_its_seed_alone():
     assert first == again and first != other
 
 
-def test_policies_are_as_good_as_what_they_know():
+def test_hit_rates_rise_from_round_robin_to_session_to_cache_aware():
     hits = {policy: summarize([run(policy=policy)]).hit_rate for policy in POLICIES}
     assert hits["round_robin"] < hits["session"] < hits["cache_aware"]
     assert hits["cache_aware"] <= summarize([run(policy="exact")]).possible
 
 
-def test_one_replica_with_room_for_all_gets_every_possible_hit_but_what_is_still_being_computed():
+def test_one_replica_with_a_large_pool_gets_nearly_every_possible_hit():
     summary = summarize([run(num_replicas=1, chats_per_second=0.03, pool_blocks=16_384)])
     assert summary.possible - 0.01 <= summary.hit_rate <= summary.possible
 
@@ -127,7 +127,7 @@ def test_a_loss_that_is_noticed_later_makes_more_requests_wait():
     assert waits[0] < waits[1]
 
 
-def test_an_overloaded_replica_gets_nothing_until_the_router_has_looked_again():
+def test_the_overload_guard_balances_load_after_the_next_router_poll():
     """All requests share one system prompt, so one replica would get all of them without the guard."""
     chats = [Chat(number, number, 0.5 * number, 0, 800, (Turn(300, 200, 1.0),)) for number in range(120)]
     shares = []
@@ -145,7 +145,7 @@ def test_an_overloaded_replica_gets_nothing_until_the_router_has_looked_again():
     assert 0.3 < shares[0] < 0.7 and shares[1] > 0.8
 
 
-def test_where_all_are_overloaded_the_least_loaded_one_takes_a_request():
+def test_the_least_loaded_replica_is_used_if_all_are_overloaded():
     router = RouterConfig(overload_usage=1e-9, poll_interval=1.0)
     summary = check_conservation(run(policy="session", router=router))
     assert summary.busiest < summarize([run(policy="session", router=RouterConfig(guarded=False))]).busiest

@@ -17,7 +17,7 @@ def make(**config):
     return SharedStore(StoreConfig(**({"bandwidth": 100.0, "block_bytes": 10, "latency": 0.5} | config)))
 
 
-def test_a_block_is_there_when_it_has_been_carried_in():
+def test_a_block_is_readable_only_after_the_transfer_to_the_store():
     store = make()
     assert store.write(HASHES[:2], 0.0) == pytest.approx(0.2) and store.read(HASHES, 0.55)[0] == 0
     assert store.read(HASHES, 0.65)[0] == 1 and store.read(HASHES, 0.75)[0] == 2
@@ -33,7 +33,7 @@ def test_reads_wait_for_each_other_and_blocks_are_written_once():
     assert store.num_bytes_read == 50
 
 
-def test_what_would_come_too_late_does_not_take_the_link():
+def test_blocks_that_would_miss_the_deadline_do_not_use_the_link():
     store = make(latency=0.0)
     store.write(HASHES, 0.0)
     assert store.read(HASHES, 10.0, deadline=10.5) == (8, 10.0, pytest.approx(10.8))
@@ -51,7 +51,7 @@ def test_the_blocks_used_longest_ago_make_room():
     assert [store.read([block], 9.0)[0] for block in HASHES[:4]] == [1, 0, 1, 1]
 
 
-def test_a_load_that_takes_too_long_brings_what_has_arrived():
+def test_a_timed_out_load_returns_the_blocks_that_have_arrived():
     clock, store = Clock(), make(latency=0.0, bandwidth=1.0)
     transfer = SimulatedTransfer(store, KVTransferConfig(kv_connector="valkey", load_timeout=25.0), clock)
     store.write(HASHES[:4], 0.0)
@@ -65,7 +65,7 @@ def test_a_load_that_takes_too_long_brings_what_has_arrived():
     assert list(transfer.end_load(transfer.start_load("b", HASHES[:1], follow=False))) == []  # the link is busy
 
 
-def test_a_store_that_gave_nothing_in_time_is_not_asked_for_a_while():
+def test_a_store_is_skipped_for_a_while_after_an_empty_timed_out_load():
     clock, store = Clock(), make(bandwidth=0.1, latency=0.0)
     transfer = SimulatedTransfer(store, KVTransferConfig(kv_connector="valkey"), clock)
     store.write(HASHES[:2], 0.0)
@@ -82,7 +82,7 @@ def test_a_store_that_gave_nothing_in_time_is_not_asked_for_a_while():
     assert not transfer.start_load("c", HASHES, follow=False).is_done
 
 
-def test_saves_are_granted_while_there_is_memory_for_them():
+def test_saves_are_granted_up_to_max_save_bytes():
     clock, store = Clock(), make()
     transfer = SimulatedTransfer(store, KVTransferConfig(kv_connector="valkey", max_save_bytes=45), clock)
     assert transfer.grant_saves(8) == 4

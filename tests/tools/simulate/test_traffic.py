@@ -17,7 +17,7 @@ def test_traffic_depends_on_the_seed_alone(chats):
     assert make_chats(CONFIG, 1000.0, seed=4) != chats
 
 
-def test_chats_come_in_order_at_the_rate_asked_for(chats):
+def test_chats_arrive_in_order_at_the_configured_rate(chats):
     times = [chat.at for chat in chats]
     assert times == sorted(times) and times[-1] < 1000.0
     expected = 1000.0 * CONFIG.chats_per_second
@@ -35,7 +35,7 @@ def test_lengths_have_the_means_that_are_documented(chats):
     assert frequent / second == pytest.approx(2.0, abs=0.35)
 
 
-def test_a_prompt_begins_with_its_history_and_chats_share_their_system_prompt_only(chats):
+def test_prompts_start_with_history_and_share_only_the_system_prompt(chats):
     same = [chat for chat in chats if chat.system == 0][:2]
     prompts = [chat.prompt([], 0) for chat in same]
     shared = same[0].num_system_tokens

@@ -30,7 +30,7 @@ def greedy_documents(model: Any, count: int) -> list[Document]:
     return [Document(row.astype(np.int32), 8) for row in token_ids]
 
 
-def test_losses_and_gradients_equal_those_of_the_whole_logits() -> None:
+def test_losses_and_gradients_equal_values_from_the_whole_logits() -> None:
     mx.random.seed(0)
     lm_head, targets, weights = mx.random.normal((50, 8)), mx.random.normal((12, 8)), mx.random.uniform(shape=(12,))
     outputs = [mx.random.normal((12, 8)) for _ in range(2)]
