@@ -18,7 +18,6 @@ from typing import Any, TypeGuard
 from safetensors import SafetensorError, safe_open
 
 from metal_engine.checkpoints.file_checks import MAX_HEADER_BYTES, check_readable, read_json, visible_files
-from metal_engine.checkpoints.rope_parameters import fill_rope_fields
 from metal_engine.errors import ModelLoadError, one_line, short
 from metal_engine.sampling_params import SamplingParams
 
@@ -74,7 +73,7 @@ class StoredTensor:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read and check the ``config.json`` of a checkpoint.
 
-    InternVL's ``llm_config`` is also added as ``text_config``, and fields are filled in by :func:`fill_rope_fields`.
+    InternVL's ``llm_config`` is also added as ``text_config``.
 
     Raises:
         ModelLoadError: the folder is not a checkpoint, or the file is invalid.
@@ -92,8 +91,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     for name in _SECTIONS:
         if not isinstance(config.get(name) or {}, dict):
             raise ModelLoadError(f"{path}: {name} must be a JSON object, not {short(config[name])}")
-    for section in (config, config.get("text_config") or {}):
-        fill_rope_fields(section)
     for name, value in _sizes(config):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_SIZE:
             raise ModelLoadError(f"{path}: {name} is {short(value)}, which is not a size")

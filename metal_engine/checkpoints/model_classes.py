@@ -16,6 +16,8 @@ from mlx_lm.models.base import BaseModelArgs
 from mlx_lm.utils import _get_classes
 from transformers import AutoConfig
 
+from metal_engine.checkpoints.rope_parameters import fill_rope_fields
+
 logger = logging.getLogger(__name__)
 
 # Prefixes of the names of a text model's tensors in multimodal checkpoints.
@@ -32,13 +34,15 @@ def model_classes(config: dict[str, Any]) -> tuple[type[Any], type[Any]]:
     The classes are mlx-lm's, or :class:`TextOfMultimodal` if mlx-lm has only the architecture of the text model.
 
     Published configurations omit fields with the default values of transformers. If mlx-lm requires such a field, it is
-    added to ``text_config`` in place.
+    added to ``text_config`` in place. :func:`fill_rope_fields` adds fields to both, ``config`` and ``text_config``.
 
     Raises:
         ValueError: mlx-lm has neither the architecture nor the architecture of the text model.
         SystemExit: a package that the architecture needs is missing (mlx-lm's olmo).
     """
     text = config.get("text_config")
+    for section in (config, text if isinstance(text, dict) else {}):
+        fill_rope_fields(section)
     has_text = isinstance(text, dict) and isinstance(text.get("model_type"), str) and _complete(text)
     try:
         return _get_classes(config)

@@ -10,12 +10,16 @@ def fill_rope_fields(config: dict[str, Any]) -> None:
 
     The fields are ``rope_theta``, ``rope_scaling``, ``partial_rotary_factor`` and ``rope_local_base_freq`` (of layers
     with a window). transformers 5 saves their values only in ``rope_parameters``. Most of mlx-lm's models read only the
-    fields, and use a default for a missing field.
+    fields, and use a default for a missing field. Without scaling, ``rope_scaling`` becomes None, because some models
+    require the field.
 
     Args:
         config: a configuration, or its section with the text model.
     """
     parameters = _dict(config.get("rope_parameters"))
+    if not parameters:
+        return
+    config.setdefault("rope_scaling", None)
     # Parameters for all layers, or for each kind of layer.
     all_layers = _dict(parameters.get("full_attention")) or parameters
     window_layers = _dict(parameters.get("sliding_attention"))

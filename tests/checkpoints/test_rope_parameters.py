@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
-from metal_engine.checkpoints.metadata import read_config
+from metal_engine.checkpoints.loader import load
+from metal_engine.checkpoints.model_classes import model_classes
+from metal_engine.settings.args import EngineArgs
+from tests.checkpoints.damage import CPU
+from tests.support.checkpoint_files import CONFIG, write_checkpoint
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -43,22 +48,21 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0
     ],
 )
 @pytest.mark.parametrize("section", [None, "text_config"])
-def test_fields_are_filled_in(model_type: str, fields: dict[str, Any], section: str | None, tmp_path: Path) -> None:
+def test_fields_are_filled_in(model_type: str, fields: dict[str, Any], section: str | None) -> None:
     saved = AutoConfig.for_model(model_type, **fields).to_dict()
     assert "rope_parameters" in saved and not fields.keys() & saved.keys()
     config = saved if section is None else {"model_type": "a model with images", section: saved}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    read = read_config(tmp_path)
-    text = read if section is None else read[section]
+    model_classes(config)
+    text = config if section is None else config[section]
     for name, value in fields.items():
         expected = value | {"type": value["rope_type"]} if name == "rope_scaling" else value
         found = {key: text[name][key] for key in expected} if name == "rope_scaling" else text[name]
         assert found == expected
     if "rope_scaling" not in fields:
-        assert text.get("rope_scaling") is None
+        assert text["rope_scaling"] is None
 
 
-def test_older_fields_and_other_values_stay(tmp_path: Path) -> None:
+def test_older_fields_and_other_values_stay() -> None:
     for parameters in ({"rope_theta": 5.0, "rope_type": "linear"}, [1], {"full_attention": 3}, None):
         config = {
             "model_type": "llama",
@@ -66,5 +70,15 @@ def test_older_fields_and_other_values_stay(tmp_path: Path) -> None:
             "rope_scaling": {"factor": 2},
             "rope_parameters": parameters,
         }
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert read_config(tmp_path) == config
+        given = deepcopy(config)
+        model_classes(config)
+        assert config == given
+
+
+def test_the_loaded_model_has_the_fields(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    config = {name: value for name, value in CONFIG.items() if name != "rope_theta"}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500_000.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded: Any = load(EngineArgs(model=str(tmp_path)), CPU)
+    assert loaded.model.args.rope_theta == loaded.config["rope_theta"] == 500_000.0
