@@ -6,11 +6,14 @@ Hugging Face hub.
 
 from __future__ import annotations
 
+import glob
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import mlx.core as mx
@@ -288,10 +291,11 @@ def _load_mlx_lm_model(
     if "llm_config" in config:  # the model's arguments are read from ``text_config``
         changes = (changes or {}) | {"text_config": config["text_config"]}
     try:
-        trust = args.trust_remote_code
-        return load_model(
-            path, lazy=True, model_config=changes, get_model_classes=weights.model_classes, trust_remote_code=trust
-        )
+        trust, classes = args.trust_remote_code, weights.model_classes
+        with _searchable(path) as folder:
+            return load_model(
+                folder, lazy=True, model_config=changes, get_model_classes=classes, trust_remote_code=trust
+            )
     except KeyError as error:
         raise ModelLoadError(f"{args.model}: {model_type} needs {error}, which config.json lacks") from error
     except Exception as error:
@@ -299,6 +303,21 @@ def _load_mlx_lm_model(
             f"{args.model}: its files do not fit {model_type} as mlx-lm implements it{_quantization(config)}: "
             f"{one_line(error)}"
         ) from error
+
+
+@contextmanager
+def _searchable(path: Path) -> Iterator[Path]:
+    """Yield a path of a folder without ``[``, ``*`` and ``?``. mlx-lm takes the folder's path for a pattern of names.
+
+    The path is ``path`` itself, or else a temporary link to it.
+    """
+    if glob.escape(str(path)) == str(path):
+        yield path
+        return
+    with TemporaryDirectory() as temporary:
+        link = Path(temporary) / "model"
+        link.symlink_to(path.absolute())
+        yield link
 
 
 def _quantization(config: dict[str, Any]) -> str:

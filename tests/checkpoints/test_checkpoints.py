@@ -91,6 +91,10 @@ def test_loads_as_mlx_lm_does(tmp_path: Path, options: dict[str, Any]) -> None:
     check_paged_model(PagedModel(loaded.model), PortableBackend(), VOCAB_SIZE)
 
 
+def test_a_folder_whose_name_is_a_pattern_for_mlx_lm(tmp_path: Path) -> None:
+    load_args(write_checkpoint(tmp_path / "models [old] *?"))
+
+
 def test_size_of_quantized_weights_in_another_dtype_is_known_before_loading(tmp_path: Path) -> None:
     load_args(write_checkpoint(tmp_path, bits=6), dtype="bfloat16")
 
