@@ -35,6 +35,7 @@ _MAX_ATTEMPTS = 5  # consecutive attempts that receive no byte
 # The hub does not send larger files over plain HTTP. `huggingface_hub` has another protocol for them.
 _MAX_BYTES = 50_000_000_000
 
+_LOCK_SECONDS = 1.0  # interval at which a wait for another process checks whether to stop
 _SMALL_BYTES = 50_000_000  # downloads below this size have no progress bar
 
 Report = Callable[[int], None]
@@ -154,8 +155,13 @@ def _fetch(repo: HubRepo, name: str, sha256: str, blobs: Path, report: Report, s
 
     lock = blobs.parent.parent / ".locks" / blobs.parent.name / f"{sha256}.lock"  # the cache's lock for this file
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(lock):
-        if (blobs / sha256).exists():  # another process was faster
+    with contextlib.ExitStack() as held:
+        is_held = False
+        while not is_held and not stop.is_set():  # another process may hold the lock for hours
+            with contextlib.suppress(TimeoutError):
+                held.enter_context(WeakFileLock(lock, timeout=_LOCK_SECONDS))
+                is_held = True
+        if not is_held or (blobs / sha256).exists():  # another process was faster
             return
         part = blobs / f"{sha256}.incomplete"
         _fetch_rest(repo, name, part, report, stop)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from huggingface_hub import scan_cache_dir, snapshot_download
+from huggingface_hub.utils import WeakFileLock
 
 from metal_engine.checkpoints.cached_models import cached_models, plan_removal
 from metal_engine.checkpoints.find import fetch_model
@@ -74,6 +76,20 @@ def test_a_killed_download_resumes_from_the_partial_file(hub: FakeHub, tmp_path:
     before = hub.file_bytes
     assert_whole(pull("org/plain", cache))
     assert hub.file_bytes == before
+
+
+def test_an_interrupt_ends_the_wait_for_another_process(hub: FakeHub, tmp_path: Path) -> None:
+    repo, name = find_repo("org/plain", None), next(iter(WEIGHTS))
+    sha256, folder, stop = hashlib.sha256(WEIGHTS[name]).hexdigest(), blobs(tmp_path), threading.Event()
+    lock = tmp_path / ".locks" / folder.parent.name / f"{sha256}.lock"
+    lock.parent.mkdir(parents=True)
+    arguments = (repo, name, sha256, folder, lambda num_bytes: None, stop)
+    with WeakFileLock(lock):
+        waiting = threading.Thread(target=hub_download._fetch, args=arguments, daemon=True)
+        waiting.start()
+        stop.set()
+        waiting.join(60)
+        assert not waiting.is_alive()
 
 
 def test_a_download_resumes_after_a_broken_connection(
