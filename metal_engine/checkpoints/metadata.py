@@ -112,11 +112,18 @@ def _sizes(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """Return the context length in tokens; None if ``config`` lacks a context length.
+    """Return the context length in tokens, extended by YaRN if declared; None if ``config`` lacks a context length.
 
     ``config`` is a configuration, or its section with the text model.
     """
-    return next((int(config[key]) for key in _CONTEXT if config.get(key)), None)
+    length = next((int(config[key]) for key in _CONTEXT if config.get(key)), None)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if length is None or not isinstance(scaling, dict) or "yarn" not in (scaling.get("rope_type"), scaling.get("type")):
+        return length
+    factors: list[Any] = [scaling.get("factor"), scaling.get("original_max_position_embeddings")]
+    if not all(isinstance(value, int | float) and 0 < value <= _MAX_SIZE for value in factors):
+        return length
+    return max(length, min(int(math.prod(factors)), _MAX_SIZE))
 
 
 def check_num_layers(config: dict[str, Any], num_tensors: int) -> None:

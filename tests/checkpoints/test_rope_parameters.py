@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from metal_engine.checkpoints.loader import load
+from metal_engine.checkpoints.metadata import context_length
 from metal_engine.checkpoints.model_classes import model_classes
 from metal_engine.settings.args import EngineArgs
 from tests.checkpoints.damage import CPU
@@ -82,3 +83,19 @@ def test_the_loaded_model_has_the_fields(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded: Any = load(EngineArgs(model=str(tmp_path)), CPU)
     assert loaded.model.args.rope_theta == loaded.config["rope_theta"] == 500_000.0
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        ({"rope_scaling": YARN}, 131_072),
+        ({"rope_scaling": {**YARN, "rope_type": None, "type": "yarn"}}, 131_072),
+        ({"rope_parameters": YARN | {"rope_theta": 1e6}}, 131_072),
+        ({"rope_scaling": LLAMA3 | {"factor": 32.0}}, 40_960),
+        *(({"rope_scaling": YARN | {"factor": value}}, 40_960) for value in (None, "4", 0.5, float("nan"), 1e300)),
+        ({"rope_scaling": "yarn"}, 40_960),
+    ],
+    ids=str,
+)
+def test_yarn_extends_the_context(scaling: dict[str, Any], length: int) -> None:
+    assert context_length({"max_position_embeddings": 40_960, **scaling}) == length
