@@ -55,7 +55,9 @@ def read_settings(
             values[one.name] = parse(one, command_line[one.name], one.label)
         elif one.variable in environ and (environ[one.variable] or one.secret):
             text = environ[one.variable]
-            given = [part.strip() for part in text.split(",")] if one.kind == "list" else text
+            given: Any = text
+            if one.kind == "list" and not text.lstrip().startswith("{"):  # such as an entry of --lora-modules in JSON
+                given = [part.strip() for part in text.split(",")]
             values[one.name] = parse(one, given, f"the environment variable {one.variable}")
         elif one.name in file_values:
             values[one.name] = parse(one, file_values[one.name], f"{config_file}: {one.key}")

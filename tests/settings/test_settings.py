@@ -109,6 +109,8 @@ def test_every_field_is_a_setting() -> None:
 def test_lists(tmp_path: Path) -> None:
     assert resolve({"served_model_name": ["a", "b,c"]}) == {"served_model_name": ("a", "b,c")}
     assert resolve(None, {"METAL_ENGINE_SERVED_MODEL_NAME": "a, b"}) == {"served_model_name": ("a", "b")}
+    module = '{"name": "a", "path": "b"}'
+    assert resolve(None, {"METAL_ENGINE_LORA_MODULES": module}) == {"lora_modules": (module,)}
     assert resolve(None, None, "served_model_name: [a, b]", tmp_path) == {"served_model_name": ("a", "b")}
 
 
