@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import operator
 import queue
-from collections.abc import Generator, Sequence
+import weakref
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -48,6 +48,8 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 class LLM:
     """Loaded model that generates for many prompts at once.
 
+    :meth:`close`, the end of a ``with`` block, or the deletion of the last reference frees its memory.
+
     Args:
         model: ``demo``, a ``.gguf`` file, a local model directory, or a Hugging Face repository.
         tool_call_parser: format of the model's tool calls, as in ``--tool-call-parser``.
@@ -69,11 +71,19 @@ class LLM:
         # Request id -> queue of the call that waits for it: concurrent calls may come from several threads.
         self._queues: dict[str, queue.SimpleQueue[RequestOutput]] = {}
         self._thread = EngineThread(lambda: build_engine(args))
-        engine = self._thread.start(self._dispatch)
+        # A weak reference, because the thread must not keep an unused LLM in memory.
+        dispatch = weakref.WeakMethod(self._dispatch)
+
+        def receive(outputs: list[RequestOutput]) -> None:
+            if (found := dispatch()) is not None:
+                found(outputs)
+
+        engine = self._thread.start(receive)
         self._core, self._preparer, self._adapters = engine.core, engine.preparer, engine.adapters
         self._client = EngineClient(self._thread, self.tokenizer, self.config.seed)
-        # If the program ends without close(): a thread in MLX would abort the process, and other ranks would wait.
-        atexit.register(self._thread.shutdown)
+        # Also runs if the program ends without close(): a thread in MLX would abort the process, and other ranks would
+        # wait.
+        self._shutdown = weakref.finalize(self, self._thread.shutdown)
         self._ids = itertools.count()
 
     @property
@@ -130,6 +140,7 @@ class LLM:
         tools: Sequence[Tool] = (),
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_kwargs: Any,
     ) -> list[GenerationResult]:
         """Generate the assistant's answer to each conversation.
@@ -149,7 +160,8 @@ class LLM:
                 message describes them. With the ``tool_call_parser`` ``none``, calls stay in the text.
             use_tqdm: True to show a progress bar.
             lora_request: as in :meth:`generate`.
-            template_kwargs: variables of the chat template, such as ``enable_thinking``.
+            chat_template_kwargs: variables of the chat template, such as ``enable_thinking``, as in vLLM.
+            template_kwargs: further variables of the chat template.
 
         Raises:
             ConfigError: the format of the model's tool calls or reasoning is not known.
@@ -157,6 +169,7 @@ class LLM:
                 any generation.
             RuntimeError: a request failed, or the engine has stopped.
         """
+        template_kwargs = {**(chat_template_kwargs or {}), **template_kwargs}
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         answer_format = self._answer_format(self._tool_call_parser if tools else "none")
         plan = self._tool_plan(tools, answer_format)
@@ -320,6 +333,8 @@ class LLM:
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
+        if isinstance(prompt, dict):  # vLLM's form
+            raise ValueError("a prompt must be a text or a list of token ids, not a dictionary")
         try:
             return [operator.index(token_id) for token_id in prompt]
         except TypeError as error:
@@ -413,8 +428,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine's thread after the step in flight. Requests cannot be submitted afterwards."""
-        self._thread.shutdown()
-        atexit.unregister(self._thread.shutdown)
+        self._shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -424,7 +438,7 @@ class LLM:
 
 
 def _is_batch(prompts: Prompt | Sequence[Prompt]) -> bool:
-    is_prompt = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    is_prompt = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     return not is_prompt
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,17 @@ def test_a_program_without_close_ends_the_engine_before_python_ends() -> None:
     assert done.stdout == "length\n[]\n"
 
 
+def test_an_llm_that_the_program_drops_ends_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "build_engine", lambda args: tiny_engine())
+    llm = LLM("tiny")
+    generate(llm, "a", SamplingParams(max_tokens=2))
+    thread = llm._thread._thread
+    del llm
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def generate(llm: LLM, prompts: Any, *params: Any) -> Any:
     return llm.generate(prompts, *params, use_tqdm=False)
 
@@ -119,6 +131,9 @@ def test_an_invalid_prompt_is_rejected_before_any_request_runs(llm: LLM, prompt:
 def test_an_overlong_prompt_is_rejected_before_any_request_runs(llm: LLM) -> None:
     with pytest.raises(ValueError, match="maximum context length"):
         generate(llm, ["fine", [5] * 9000])
+    for given in ({"prompt": "a"}, [{"prompt_token_ids": [1]}]):  # vLLM's forms
+        with pytest.raises(ValueError, match="not a dictionary"):
+            generate(llm, given)
     with pytest.raises(ValueError, match="2 prompts but 1"):
         generate(llm, ["a", "b"], [SamplingParams()])
     assert llm.stats.num_running == 0 and llm._core.num_steps == 0
@@ -271,6 +286,7 @@ def test_limits_of_the_reasoning_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> N
             found = phases_of_chat(llm, [limited, free, off, limited], 4)
             assert sorted(map(str, found)) == sorted(map(str, [OutputPhases(phase), None, none, OutputPhases(phase)]))
             assert phases_of_chat(llm, free, enable_thinking=False) == [none]
+            assert phases_of_chat(llm, free, chat_template_kwargs={"enable_thinking": False}) == [none]
             (with_tools,) = phases_of_chat(llm, free, tools=TOOLS)
             assert with_tools is not None and with_tools.calls is not None and with_tools.reasoning is not None
             with pytest.raises(ParameterError, match="needs a chat"):

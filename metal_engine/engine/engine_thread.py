@@ -98,11 +98,16 @@ class EngineThread:
     def start(self, on_outputs: OutputSink, on_end: EndSink = lambda message: None) -> BuiltEngine:
         """Start the thread and wait until the engine is built. Raises the errors of ``build``.
 
-        The callbacks run in the started thread. If a rank is lost, another thread calls them.
+        If the wait is interrupted, the thread ends after the build. The callbacks run in the started thread. If a rank
+        is lost, another thread calls them.
         """
         self._on_outputs, self._on_end = on_outputs, on_end
         self._thread.start()
-        self._ready.wait()
+        try:
+            self._ready.wait()
+        except BaseException:  # such as KeyboardInterrupt
+            self._inbox.put(None)
+            raise
         if self._engine is None:
             assert self.error is not None
             self._thread.join()  # the thread closes its streams before the process may end
@@ -181,7 +186,8 @@ class EngineThread:
         Open requests get an error output.
         """
         self._inbox.put(None)
-        if self._thread.is_alive():
+        # The engine's thread itself may collect an LLM that the program has dropped.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout)
         return not self._thread.is_alive()
 

@@ -63,6 +63,25 @@ class SlowCore:
         pass
 
 
+def test_an_interrupted_start_ends_the_thread_after_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted = threading.Event()
+
+    def build() -> SteppedEngine:
+        interrupted.wait()
+        return tiny_engine()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    thread = EngineThread(build)
+    monkeypatch.setattr(thread._ready, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        thread.start(lambda outputs: None)
+    interrupted.set()
+    thread._thread.join(60)
+    assert not thread._thread.is_alive()
+
+
 def test_steps_go_on_while_many_requests_come_in() -> None:
     core: Any = SlowCore()
     thread = EngineThread(lambda: core)
