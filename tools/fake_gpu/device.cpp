@@ -74,7 +74,8 @@ struct CommandBuffer {
 
 // State of the device's timeline, and a gate for tests: while it is closed, no command buffer completes.
 std::mutex mutex;
-std::condition_variable gate;
+// Never destroyed: at the exit of the process, the destructor would wait for threads that still wait for the device.
+std::condition_variable& gate = *new std::condition_variable;
 bool is_open = true;
 Clock::time_point idle_since;
 bool has_worked = false;
@@ -84,7 +85,7 @@ long synchronizing = 0;
 // Counted command buffers that hold memory, and their limit, which is that of mlx/transforms.cpp.
 long active = 0;
 constexpr long MAX_ACTIVE_TASKS = 10;
-std::condition_variable completed;
+std::condition_variable& completed = *new std::condition_variable;
 
 const std::unordered_set<std::string> VIEWS = {
     "AsStrided", "Broadcast", "BroadcastAxes", "Copy", "CustomTransforms", "Depends", "ExpandDims", "Flatten",
