@@ -231,7 +231,8 @@ def test_min_tokens_hold_back_stop_strings() -> None:
     (outputs,) = run_all(tiny_engine(), [(PROMPT, SamplingParams(**params))])
     assert ("".join(output.text for output in outputs), len(token_ids(outputs))) == ("", 2)
     (outputs,) = run_all(tiny_engine(), [(PROMPT, SamplingParams(**params, min_tokens=7))])
-    assert ("".join(output.text for output in outputs), len(token_ids(outputs))) == ("a" * 7, 9)
+    # The stop string may begin within the first 7 tokens.
+    assert ("".join(output.text for output in outputs), len(token_ids(outputs))) == ("a" * 6, 8)
 
 
 def test_stop_string_in_the_output() -> None:
