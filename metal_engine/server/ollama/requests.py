@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from metal_engine.errors import short
+from metal_engine.media.limits import MAX_IMAGES
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.large_bodies import TooComplexError, dumps
@@ -166,13 +167,15 @@ def _content(text: str, images: list[str] | None, place: str) -> Any:
     """Return the content of a chat message: ``text``, or a list of parts with the images before the text.
 
     Args:
-        images: URLs or base64 data.
+        images: URLs or base64 data. If there are more than ``MAX_IMAGES``, which is an error later, the others are left
+            out.
         place: path of ``images`` in Ollama's request, for error messages.
     """
     if not images:
         return text
     placed = [
-        ImageURL.placed(data, f"{place}[{i}]", is_base64=not data.startswith(_URLS)) for i, data in enumerate(images)
+        ImageURL.placed(data, f"{place}[{i}]", is_base64=not data.startswith(_URLS))
+        for i, data in enumerate(images[: MAX_IMAGES + 1])
     ]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": image} for image in placed]
     return [*parts, {"type": "text", "text": text}] if text else parts
