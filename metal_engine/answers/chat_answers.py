@@ -151,7 +151,7 @@ class ChatAnswers:
 
         These fields of the sampling parameters can change:
 
-        - ``structured_outputs``: the JSON schema of forced calls; None if a call is required, but no grammar forces it.
+        - ``structured_outputs``: the JSON schema of forced calls; None for required calls without a grammar.
         - ``phases``: the phases of reasoning and tool calls (:class:`metal_engine.output_phases.OutputPhases`).
         - ``skip_special_tokens``: False if parsing needs special tokens.
 

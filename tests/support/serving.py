@@ -167,8 +167,7 @@ def serve(
 ) -> Iterator[Served]:
     """Yield a server on a fake runner, or on a running ``engine``.
 
-    Shuts the server and the engine down at the end. Fails if one of them is not idle then,
-    unless the test has ended it.
+    Shuts the server and the engine down at the end. A server that is not stopped must be idle then.
     """
     config = config or fake_config()
     runner = FakeRunner(config.cache.block_size, next_token, step_time)

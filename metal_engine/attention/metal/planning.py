@@ -100,8 +100,8 @@ def plan_work_items(
     # A request's tiles share the device as if the request were alone: each tile gets its part of the target.
     work = np.add.reduceat(stages, begins, dtype=np.int64) * num_kv_heads  # [B]
     fair = stages * np.int64(target_threadgroups) // work.take(tiles[:, 5])
-    # A split has at least two stages. The last split of a tile, whose last stage may be incomplete, is then at least
-    # half as long as the tile's other splits.
+    # A split has at least two stages. Only the last stage of a tile may be incomplete. The last split of a tile is
+    # therefore at least half as long as the other splits.
     shortest = np.minimum(tiles[:, 1] * KEYS_PER_ROW, SHORT_ENOUGH_KEYS)
     shortest = np.maximum(shortest, max(MIN_SPLIT_KEYS, 2 * key_step))
     worth = stages // ((shortest + (key_step - 1)) // key_step)

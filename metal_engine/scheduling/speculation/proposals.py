@@ -182,10 +182,14 @@ class Proposals:
     def _computed_lengths(self, requests: list[Request], num_rows: int) -> Counter[Request]:
         """Return the maximum number of computed drafts for each request. All requests share ``num_rows`` rows.
 
-        Each request may have the maximum number if the rows suffice for all, if the drafts are lookups, or if a draft
-        model makes them: it has to catch up with each request first, so it drafts for a few. The drafts of a draft head
-        share the rows. Those that are accepted most likely get a row. A draft is accepted only if all earlier drafts of
-        its request are, so that first drafts come before second drafts of equally likely requests.
+        Each request may have the maximum number in three cases:
+
+        - The rows suffice for all requests.
+        - All drafts are lookups.
+        - A draft model makes the drafts. A draft model drafts for a few requests, because it computes their KV first.
+
+        Otherwise, a draft head makes the drafts, and the most likely drafts get the rows. The probability of the n-th
+        draft of a request is p^n, because all earlier drafts of the request must be accepted, too.
         """
         has_rows_for_all = num_rows >= len(requests) * self._num_drafts
         if self._costs is None or self._costs.has_prefill or has_rows_for_all:
@@ -256,8 +260,8 @@ class Proposals:
     def pick_probe_request(self, requests: list[Request]) -> Request | None:
         """Return one of ``requests`` to probe: it gets a draft that is not expected to be worth its cost.
 
-        The requests take turns. The draft must come from the runner, and the time budget for probes must allow it.
-        Return None if the next request does not meet these conditions, or if there are no requests.
+        The requests take turns. Return None if ``requests`` is empty, or if the next request's draft is a lookup or
+        exceeds the time budget for probes.
         """
         if self._costs is None or not requests:
             return None

@@ -128,8 +128,9 @@ class ModelProvider(ABC):
         If the name is a LoRA adapter's, return its model with the adapter.
 
         Raises:
-            APIError: status 404 if no model has that name; 400 if the model is too large; 503 if the load is cancelled,
-                or if too many requests wait for it; 504 if the load takes too long; 500 for any other failed load.
+            APIError: status 404 if no model has that name. Status 400 if the model is too large. Status 503 if the load
+                is cancelled, or if too many requests wait for the load. Status 504 if the load takes too long. Status
+                500 for any other failed load.
         """
 
     @contextmanager

@@ -32,7 +32,7 @@ def own_origins_only(app: ASGIApp, args: ServerArgs, guarded_paths: Collection[s
 
     Args:
         args: server settings. Origins in ``allowed_origins`` may send all requests.
-        guarded_paths: paths for which GET has an effect.
+        guarded_paths: paths on which GET requests have an effect, too.
     """
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:

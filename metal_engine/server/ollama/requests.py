@@ -167,8 +167,8 @@ def _content(text: str, images: list[str] | None, place: str) -> Any:
     """Return the content of a chat message: ``text``, or a list of parts with the images before the text.
 
     Args:
-        images: URLs or base64 data. If there are more than ``MAX_IMAGES``, which is an error later, the others are left
-            out.
+        images: URLs or base64 data. Images after the first ``MAX_IMAGES`` + 1 are ignored: the request is refused
+            later because of their number.
         place: path of ``images`` in Ollama's request, for error messages.
     """
     if not images:
